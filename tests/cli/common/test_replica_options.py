@@ -37,51 +37,42 @@ def test_the_default_timeout_is_the_one_that_help_states() -> None:
     assert isinstance(option, click.Option) and f"[default: {TIMEOUT_S:g}]" in str(option.help)
 
 
+SENSELESS = [
+    ("--replicas 0", "'0' is neither a number of at least 1 nor auto"),
+    ("--replicas -2", "'-2' is neither a number"),
+    ("--replicas two", "'two' is neither a number"),
+    ("--ray http://head:1", "'http://head:1' is neither HOST:PORT nor auto"),
+    ("--ray head", "'head' is neither HOST:PORT"),
+    ("--ray auto --ray-resources {", "'{' is no JSON object of numbers"),
+    ("--ray auto --ray-resources [1]", "'[1]' is no JSON object of numbers"),
+    ('--ray auto --ray-resources {"num_gpus":true}', "is no JSON object of numbers"),
+    ('--ray auto --ray-resources {"num_gpus":-1}', "is no JSON object of numbers"),
+    ('--ray auto --ray-resources {"num_gpus":NaN}', "is no JSON object of numbers"),
+    ('--replicas 2 --ray-resources {"num_gpus":1}', "--ray-resources needs --ray."),
+    ("--replica-timeout 9", "--replica-timeout needs --replicas or --ray."),
+    ("--replicas 2 --replica-timeout 0", "0 is no number of seconds above 0"),
+    ("--replicas 2 --device-map auto", "it does not go with --replicas, which shares them out"),
+    ("--replicas 2 --replica-timeout nan", "nan is no number of seconds above 0"),
+]
+"""Options, of `run`, `chat` and `bench`, and what is said of them."""
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("line", "message"),
     [
-        ("--replicas 0", "'0' is neither a number of at least 1 nor auto"),
-        ("--replicas -2", "'-2' is neither a number"),
-        ("--replicas two", "'two' is neither a number"),
-        ("--ray http://head:1", "'http://head:1' is neither HOST:PORT nor auto"),
-        ("--ray head", "'head' is neither HOST:PORT"),
-        ("--ray auto --ray-resources {", "'{' is no JSON object of numbers"),
-        ("--ray auto --ray-resources [1]", "'[1]' is no JSON object of numbers"),
-        ('--ray auto --ray-resources {"num_gpus":true}', "is no JSON object of numbers"),
-        ('--ray auto --ray-resources {"num_gpus":-1}', "is no JSON object of numbers"),
-        ('--ray auto --ray-resources {"num_gpus":NaN}', "is no JSON object of numbers"),
-        ('--replicas 2 --ray-resources {"num_gpus":1}', "--ray-resources needs --ray."),
-        ("--replica-timeout 9", "--replica-timeout needs --replicas or --ray."),
-        ("--replicas 2 --replica-timeout 0", "0 is no number of seconds above 0"),
-        ("--replicas 2 --device-map auto", "it does not go with --replicas, which shares them out"),
-        ("--replicas 2 --replica-timeout nan", "nan is no number of seconds above 0"),
+        *((f"{command} {given}", said) for command in ("run", "chat", "bench") for given, said in SENSELESS),
+        *(
+            (f"{command} {name} auto --trace t.json", f"an engine in this process; it does not go with {name}.")
+            for command in ("run", "chat")
+            for name in ("--replicas", "--ray")
+        ),
+        ("bench --users 2 --replicas 2", "go with strategies, not with users"),
     ],
 )
-@pytest.mark.parametrize("command", ["run", "chat", "bench"])
 def test_what_makes_no_sense_is_refused(
-    command: str,
-    arguments: str,
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    line: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against a message that comes after the model was loaded, and one that does not say what is wrong."""
     monkeypatch.chdir(tmp_path)
-    assert run_command([command, *arguments.split()]) == 2
+    assert run_command(line.split()) == 2
     assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("command", ["run", "chat"])
-def test_a_trace_is_of_this_process(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards against a trace of a process that computes nothing."""
-    for option in ("--replicas=2", "--ray=auto"):
-        assert run_command([command, option, "--trace", "t.json"]) == 2
-        name = option.partition("=")[0]
-        assert f"an engine in this process; it does not go with {name}." in capsys.readouterr().err
-
-
-def test_users_have_one_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards against a load that silently runs on one engine."""
-    assert run_command(["bench", "--users", "2", "--replicas", "2"]) == 2
-    assert "go with strategies, not with users" in capsys.readouterr().err
