@@ -187,31 +187,35 @@ def test_text_that_grows_beyond_the_limits(text: str, width: int, data: st.DataO
         ("1986\\. \\*a\\* \\_ \\# \\a", ["1986. *a* _ # \\a"]),
         ("    code  x\n\n      y\ntext", ["code  x", "", "  y", "text"]),
         ("a\n-", ["a"]),
+        # links, images, formulas, and stars and underscores that mean no emphasis
+        ("[t](http://u) [http://a](http://a)", ["t (http://u) http://a"]),
+        ("<http://a.b/c_d_e> <me@x.y> http://x.y/a_b_c", ["http://a.b/c_d_e me@x.y http://x.y/a_b_c"]),
+        ("[中文](https://x.y/中文?a=%20)", ["中文 (https://x.y/中文?a=%20)"]),
+        ("![an *image*](u.png)", ["[image: an image] (u.png)"]),
+        ("2**3 and 4**5, a * b * c, snake_case_names", ["2**3 and 4**5, a * b * c, snake_case_names"]),
+        ("a **bold that is open, and `code", ["a **bold that is open, and `code"]),
+        ("$a_b_c * d * e$ and $$x_1 _y_$$", ["$a_b_c * d * e$ and $$x_1 _y_$$"]),
+        ("\\(a_b_c *d*\\) and \\[x_1 _y_\\] and \\(", ["\\(a_b_c *d*\\) and \\[x_1 _y_\\] and \\("]),
+        ("$5 and *6* $", ["$5 and 6 $"]),
+        ("`` a`b `` &#x202e;&#9;x", ["a`b  x"]),
+        # fences inside fences and lists: what follows is not code
+        ("```md\n# x\n```py\na\n```\n# y\n```\n# z", ["```md", "# x", "```py", "a", "```", "# y", "```", "z"]),
+        ("````\n```\n# a\n````\n# b", ["````", "```", "# a", "````", "b"]),
+        ("```python\n```sh\n```\n# b", ["```python", "```sh", "```", "b"]),
+        ("~~~\n```\n~~~\n# b", ["~~~", "```", "~~~", "b"]),
+        ("1. a\n   ```\n   x\n    y\n\n   ```\n   - b\n2. c", ["1. a", "```", "x", " y", "", "```", "   - b", "2. c"]),
+        ("- a\n  - b\n    ```\n    c\n    ```\n    d\n- e", ["- a", "  - b", "```", "c", "```", "    d", "- e"]),
+        ("- ```\n  a\n  ```\n- b", ["- ", "```", "a", "```", "- b"]),
+        ("- a\n  ```\n  b\nc", ["- a", "```", "b", "c"]),
+        ("> ```md\n> ```py\n> a\n> ```\n> ```\n> # b", ["│ ```md", "│ ```py", "│ a", "│ ```", "│ ```", "│ b"]),
+        ("```\n\ta\n  b", ["```", "    a", "  b"]),
+        ("\\[\na\n- b\n\\]\n# c", ["\\[", "a", "- b", "\\]", "c"]),
+        ("text\n$$\n+ b_1_\n$$", ["text", "$$", "+ b_1_", "$$"]),
     ],
-)
-def test_blocks(source: str, expected: list[str]) -> None:
-    """Guards what each kind of block is shown as, and that markers, numbers and line ends are those of the source."""
+)  # fmt: skip
+def test_blocks_and_lines(source: str, expected: list[str]) -> None:
+    """Guards what each kind of Markdown is shown as; markers, numbers and line ends are those of the source."""
     assert [line.rstrip() if line.startswith("│") else line for line in shown(source)] == expected
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("[t](http://u) [http://a](http://a)", "t (http://u) http://a"),
-        ("<http://a.b/c_d_e> <me@x.y> http://x.y/a_b_c", "http://a.b/c_d_e me@x.y http://x.y/a_b_c"),
-        ("[中文](https://x.y/中文?a=%20)", "中文 (https://x.y/中文?a=%20)"),
-        ("![an *image*](u.png)", "[image: an image] (u.png)"),
-        ("2**3 and 4**5, a * b * c, snake_case_names", "2**3 and 4**5, a * b * c, snake_case_names"),
-        ("a **bold that is open, and `code", "a **bold that is open, and `code"),
-        ("$a_b_c * d * e$ and $$x_1 _y_$$", "$a_b_c * d * e$ and $$x_1 _y_$$"),
-        ("\\(a_b_c *d*\\) and \\[x_1 _y_\\] and \\(", "\\(a_b_c *d*\\) and \\[x_1 _y_\\] and \\("),
-        ("$5 and *6* $", "$5 and 6 $"),
-        ("`` a`b `` &#x202e;&#9;x", "a`b  x"),
-    ],
-)
-def test_text_in_a_line(source: str, expected: str) -> None:
-    """Guards links, images, formulas, and stars and underscores that mean no emphasis."""
-    assert shown(source) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -275,28 +279,6 @@ TABLE = "| Name | Size |\n|:-----|-----:|\n| **a** | 1 |\n| b c | 1,000 |\n"
 def test_tables(source: str, width: int, expected: list[str]) -> None:
     """Guards tables: alignment, wide characters, cells that are wrapped, and screens too narrow for columns."""
     assert [line.rstrip() for line in shown(source, width)] == [line.rstrip() for line in expected]
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("```md\n# x\n```py\na\n```\n# y\n```\n# z", ["```md", "# x", "```py", "a", "```", "# y", "```", "z"]),
-        ("````\n```\n# a\n````\n# b", ["````", "```", "# a", "````", "b"]),
-        ("```python\n```sh\n```\n# b", ["```python", "```sh", "```", "b"]),
-        ("~~~\n```\n~~~\n# b", ["~~~", "```", "~~~", "b"]),
-        ("1. a\n   ```\n   x\n    y\n\n   ```\n   - b\n2. c", ["1. a", "```", "x", " y", "", "```", "   - b", "2. c"]),
-        ("- a\n  - b\n    ```\n    c\n    ```\n    d\n- e", ["- a", "  - b", "```", "c", "```", "    d", "- e"]),
-        ("- ```\n  a\n  ```\n- b", ["- ", "```", "a", "```", "- b"]),
-        ("- a\n  ```\n  b\nc", ["- a", "```", "b", "c"]),
-        ("> ```md\n> ```py\n> a\n> ```\n> ```\n> # b", ["│ ```md", "│ ```py", "│ a", "│ ```", "│ ```", "│ b"]),
-        ("```\n\ta\n  b", ["```", "    a", "  b"]),
-        ("\\[\na\n- b\n\\]\n# c", ["\\[", "a", "- b", "\\]", "c"]),
-        ("text\n$$\n+ b_1_\n$$", ["text", "$$", "+ b_1_", "$$"]),
-    ],
-)  # fmt: skip
-def test_fences(source: str, expected: list[str]) -> None:
-    """Guards fences inside fences and lists: what follows is not code, and code has no indentation of its list."""
-    assert shown(source) == expected
 
 
 @pytest.mark.parametrize(
