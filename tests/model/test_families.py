@@ -94,7 +94,7 @@ def test_equals_generate(kind: str) -> None:
     assert model.num_parameters <= sum(parameter.numel() for parameter in network.parameters()) + 64
 
 
-@pytest.mark.parametrize("name", sampled(FAULTS, 20))
+@pytest.mark.parametrize("name", sampled(FAULTS, 12))
 def test_wrong_operations_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the comparison with transformers: each of these mistakes in a program changes its logits."""
     kind, plant = FAULTS[name]
@@ -105,7 +105,7 @@ def test_wrong_operations_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert error_of(logits_in_chunks(cpu_model(kind), CpuAttention()), expected) > 5e-4
 
 
-@pytest.mark.parametrize("kind", sampled(KINDS, 12, keep=["gemma2", "gpt_oss", "minimax_m2", "granitemoehybrid"]))
+@pytest.mark.parametrize("kind", sampled(KINDS, 7, keep=["gemma2", "gpt_oss", "minimax_m2", "granitemoehybrid"]))
 def test_what_is_forgotten_is_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards everything that an operation may have, in every family that has it: its logits change without it."""
     expected, program = expected_logits(kind), read_program(saved_model(kind).config)
@@ -117,7 +117,10 @@ def test_what_is_forgotten_is_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -
         assert error_of(logits_in_chunks(cpu_model(kind), CpuAttention()), expected) > 5e-4, name
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text", "starcoder2", "phi3", "qwen3_moe", "gpt_oss", "deepseek_v2"])
+@pytest.mark.parametrize(
+    "kind",
+    sampled(["gemma3_text", "starcoder2", "phi3", "qwen3_moe", "gpt_oss", "deepseek_v2"], 3, keep=["gpt_oss"]),
+)
 def test_rounded_weights_are_near_float32(kind: str) -> None:
     """Guards the other kinds of weights, with rounding as all that they may differ by."""
     expected = expected_logits(kind)
@@ -128,7 +131,7 @@ def test_rounded_weights_are_near_float32(kind: str) -> None:
         assert error < tolerance
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gpt_oss", "gemma2", "stablelm"])
+@pytest.mark.parametrize("kind", sampled(["llama", "qwen3_moe", "gpt_oss", "gemma2", "stablelm"], 3, keep=["gpt_oss"]))
 def test_company_changes_no_bit(kind: str) -> None:
     """Guards rows whose experts others use too: the same log-probabilities alone, in a batch and in small steps."""
     model = cpu_model(kind, torch.bfloat16)
