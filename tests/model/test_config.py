@@ -35,11 +35,6 @@ def read(folder: Path) -> None:
     weight_files(folder)
 
 
-def test_a_folder_without_faults_is_read(folder: Path) -> None:
-    """Guards the tests below: the folder that they change is one that is read."""
-    read(folder)
-
-
 @pytest.mark.parametrize("name", EVIL)
 def test_what_no_model_has_is_a_sentence(name: str, folder: Path, tmp_path: Path) -> None:
     """Guards against minutes, gigabytes and tracebacks from a folder whose settings cannot be true."""
@@ -91,7 +86,7 @@ def test_what_is_wrong_is_named(folder: Path, tmp_path: Path) -> None:
 
 
 def test_brackets_in_texts_are_no_nesting(folder: Path, tmp_path: Path) -> None:
-    """Guards templates and vocabularies within a JSON file against the search for nesting."""
+    """Guards templates and vocabularies within a JSON file against the search for nesting, and the tests above."""
     text = '[{"' * 500 + "\\\\" * 501 + '\\"['
     read(write_evil(settings(chat_template=text, more=[[text]] * 200), folder, tmp_path / "changed"))
 

@@ -8,20 +8,16 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 
-from cbatch.kernels.cpu.matmul.formats import pack_integers, unpack_column
 from cbatch.kernels.formats import GROUP, INT4, INT4_ZEROS, INT8
 from cbatch.model.formats import gguf_blocks
 from cbatch.model.formats.gguf_blocks import BLOCKS, block_name, integers_of, packing_of, values_of
 from tests.support.gguf_files import Piece, blocks_of
-from tests.support.kernels import callable_kernel
 
 EXACT = [Kind.Q8_0, Kind.Q5_0, Kind.Q4_0, Kind.IQ4_NL, Kind.MXFP4]
 NEARLY = {Kind.Q4_1: 1e-3, Kind.Q4_K: 2e-3, Kind.IQ4_XS: 1e-3}
 """Errors as a share of the largest number of a group; float16 has 11 bits."""
 
-PACKED = [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.IQ4_NL, Kind.MXFP4]
 ROWS, DEPTH = 40, 512
-unpack = callable_kernel(unpack_column)
 
 
 def draw(kind: Kind) -> NDArray[np.uint8]:
@@ -50,20 +46,6 @@ def test_integers_have_the_numbers_of_the_package(kind: Kind) -> None:
     errors = np.abs(integers.values(packing.format).numpy() - expected).reshape(-1, GROUP).max(axis=1)
     largest = np.abs(expected).reshape(-1, GROUP).max(axis=1)
     assert (errors <= NEARLY.get(kind, 0) * largest).all()
-
-
-@pytest.mark.parametrize("kind", PACKED, ids=lambda kind: kind.name)
-def test_packed_bytes_have_these_numbers(kind: Kind) -> None:
-    """Guards the way into the kernels' layout: a column that they unpack is a row of the file."""
-    data, packing = draw(kind), packing_of(kind)
-    assert packing is not None
-    integers = integers_of(kind, data, packing.format)
-    assert integers is not None
-    packed, expected = pack_integers(packing.format, integers), integers.values(packing.format).numpy()
-    out = np.empty(DEPTH, np.float32)
-    for row in range(ROWS):
-        unpack(packed, 0, packing.format, row, 1.0, out)
-        assert np.allclose(out, expected[row], rtol=1e-6, atol=1e-6)
 
 
 def test_narrow_integers_go_to_wider_formats_without_loss() -> None:
