@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFValueType as Type
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -143,7 +144,7 @@ def write_model(
     writer = gguf.GGUFWriter(str(path), gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[ARCHITECTURES[config["model_type"]]]])
     add_settings(writer, saved)
     for key, value in (metadata or {}).items():
-        add_value(writer, key, value)
+        writer.add_key_value(key, value, Type.UINT32 if type(value) is int else Type.get_type(value))
     found: dict[str, Tensor] = {}
     for piece in pieces(saved):
         is_matrix = piece.numbers.ndim > 1 and not re.search(
@@ -449,19 +450,6 @@ def _add_experts(writer: Any, config: Mapping[str, Any]) -> None:
         writer.add_expert_shared_feed_forward_length(config["intermediate_size"] // config["num_key_value_heads"])
     if kind in ("glm4_moe", "lfm2_moe", "dots1"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-
-
-def add_value(writer: Any, key: str, value: Any) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)
 
 
 def byte_level_metadata() -> dict[str, Any]:

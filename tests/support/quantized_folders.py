@@ -16,11 +16,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from cbatch.base.config import EngineConfig
+from cbatch.base.params import SamplingParams
+from cbatch.engine.stepping_engine import SteppingEngine
+from tests.support.generation import generate
 from tests.support.gguf_files import gguf_model, network_of
 from tests.support.programs import SavedModel
+from tests.support.tiny_models import generate_alone
 
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
-"""Of models whose rows groups of 128 divide."""
+"""Of models whose rows groups of 128 and K-quants divide."""
 
 Encoded = tuple[dict[str, Tensor], Tensor]
 """Tensors by what follows the name of the module, and the numbers that they stand for."""
@@ -68,6 +73,19 @@ def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> 
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def equals_generate(folder: Path, network: Any, prompts: list[list[int]]) -> bool:
+    """Whether a folder's fast path gives 12 tokens for each prompt in float32 that are those of a network."""
+    network.generation_config.eos_token_id = None
+    config = EngineConfig(
+        model=str(folder), block_size=16, kv_blocks=60, max_batch_tokens=32, device="cpu", dtype="float32",
+        weight_cache=False,
+    )  # fmt: skip
+    engine = SteppingEngine(config)
+    assert engine.loaded.path == "fast"
+    outputs = generate(engine, prompts, SamplingParams(max_tokens=12, ignore_eos=True))
+    return [list(output.token_ids) for output in outputs] == generate_alone(network, prompts, [12] * len(prompts))
 
 
 def in_groups(numbers: Tensor, group: int, bits: int, *, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -242,3 +260,46 @@ def mxfp4(numbers: Tensor) -> Encoded:
         "_scales": (exponents[..., 0] + 127).to(torch.uint8),
     }
     return parts, values.flatten(2).transpose(1, 2)
+
+
+NF4 = torch.tensor([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+])  # fmt: skip
+
+
+def nf4(*, nested: bool) -> Encoder:
+    """https://github.com/bitsandbytes-foundation/bitsandbytes, `quantize_4bit`. nested: scales are quantized, too"""
+
+    def encode(numbers: Tensor) -> Encoded:
+        blocks = numbers.reshape(-1, 64)
+        scales = blocks.abs().amax(1)
+        state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [*numbers.shape]}
+        parts = {".weight.quant_map": NF4.clone(), ".weight.absmax": scales}
+        if nested:
+            offset, table = scales.mean(), torch.linspace(-1, 1, 256)
+            rest = torch.nn.functional.pad(scales - offset, (0, -len(scales) % 256)).view(-1, 256)
+            steps = rest.abs().amax(1)
+            places = ((rest / steps[:, None])[..., None] - table).abs().argmin(-1)
+            scales = (table[places] * steps[:, None]).flatten()[: len(scales)] + offset
+            state |= {"nested_blocksize": 256, "nested_offset": offset.item(), "nested_dtype": "float32"}
+            parts |= {
+                ".weight.absmax": places.flatten()[: len(scales)].to(torch.uint8), ".weight.nested_absmax": steps,
+                ".weight.nested_quant_map": table,
+            }  # fmt: skip
+        codes = ((blocks / scales[:, None])[..., None] - NF4).abs().argmin(-1)
+        pairs = codes.view(-1, 2)
+        parts[".weight"] = (pairs[:, :1] << 4 | pairs[:, 1:]).to(torch.uint8)
+        parts[".weight.quant_state.bitsandbytes__nf4"] = torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)
+        return parts, (NF4[codes] * scales[:, None]).view(numbers.shape)
+
+    return encode
+
+
+def nf4_settings(*, nested: bool, **others: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "bitsandbytes", "load_in_4bit": True, "_load_in_4bit": True, "load_in_8bit": False,
+        "_load_in_8bit": False, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16",
+        "bnb_4bit_use_double_quant": nested, "bnb_4bit_quant_storage": "uint8", "llm_int8_threshold": 6.0, **others,
+    }  # fmt: skip

@@ -16,17 +16,15 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 
 from cbatch.attention.cpu import CpuAttention
-from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ModelError
-from cbatch.base.params import SamplingParams
 from cbatch.base.quantization import Quantization
-from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.kernels.formats import BFLOAT16, FORMATS, INT4, INT4_ZEROS, INT8, MXFP4
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.cpu import CpuModel
 from cbatch.model.formats import settings as reader_settings
 from cbatch.model.formats.methods import awq as awq_reader
 from cbatch.model.formats.methods.awq import AwqMatrix
+from cbatch.model.formats.methods.bitsandbytes import NestedMatrix
 from cbatch.model.formats.methods.compressed_tensors import CompressedMatrix
 from cbatch.model.formats.methods.gptq import GptqMatrix
 from cbatch.model.formats.methods.mxfp4 import Mxfp4Matrix
@@ -34,7 +32,6 @@ from cbatch.model.formats.quantized import QuantizedCheckpoint
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import NoFastPath, load_fast_model, load_model
 from cbatch.model.tensor_files import Tensors
-from tests.support.generation import generate
 from tests.support.model_checks import PROMPTS, reference_logits
 from tests.support.programs import PROMPT, error_of, logits_in_chunks, typical_error
 from tests.support.quantized_folders import (
@@ -44,21 +41,21 @@ from tests.support.quantized_folders import (
     change_tensors,
     compressed,
     compressed_settings,
+    equals_generate,
     fp8,
     fp8_settings,
     gptq,
     gptq_settings,
     mxfp4,
+    nf4,
+    nf4_settings,
     tiny_model,
     whole_int8,
     write_folder,
 )
 from tests.support.samples import sampled
-from tests.support.tiny_models import generate_alone
 
 pytestmark = pytest.mark.kernels
-
-CPU = torch.device("cpu")
 
 
 class Case(NamedTuple):
@@ -142,6 +139,8 @@ CASES = {
     "fp8": case(fp8_settings(), fp8(), INT8, "FP8", lost=True),
     "fp8, small blocks": case(fp8_settings((32, 64)), fp8((32, 64)), INT8, "FP8", lost=True),
     "fp8, one scale": case(fp8_settings(None, activation_scheme="static"), fp8((0, 0)), INT8, "FP8", lost=True),
+    "nf4": case(nf4_settings(nested=False), nf4(nested=False), INT8, "NF4", lost=True),
+    "nf4, nested": case(nf4_settings(nested=True), nf4(nested=True), INT8, "NF4", lost=True),
     "mxfp4": Case(
         {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, mxfp4, {MXFP4}, "4 of MXFP4", kind="gpt_oss"
     ),
@@ -162,24 +161,14 @@ def logits_of(folder: Path, dtype: str = "float32", **options: Any) -> Tensor:
     return logits_in_chunks(load(folder, dtype, **options), CpuAttention())
 
 
-@pytest.mark.parametrize("name", sampled(CASES, 8, keep=["awq, groups of 128", "gptq, act-order", "fp8", "mxfp4"]))
+@pytest.mark.parametrize("name", sampled(CASES, 6, keep=["awq, groups of 128", "gptq, act-order", "fp8", "mxfp4"]))
 def test_equals_generate(name: str, tmp_path: Path) -> None:
     """Guards the numbers of each format: token for token, in float32."""
     network = written(CASES[name], tmp_path / "model")
-    network.generation_config.eos_token_id = None
-    engine = SteppingEngine(
-        EngineConfig(
-            model=str(tmp_path / "model"), block_size=16, kv_blocks=60, max_batch_tokens=32, device="cpu",
-            dtype="float32", weight_cache=False,
-        )
-    )  # fmt: skip
-    assert engine.loaded.path == "fast"
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-    outputs = [list(output.token_ids) for output in generate(engine, PROMPTS[:5], params)]
-    assert outputs == generate_alone(network, PROMPTS[:5], [12] * 5)
+    assert equals_generate(tmp_path / "model", network, PROMPTS[:5])
 
 
-@pytest.mark.parametrize("name", sampled(CASES, 10, keep=["awq, groups of 128", "mxfp4"], seed=1))
+@pytest.mark.parametrize("name", sampled(CASES, 6, keep=["awq, groups of 128", "nf4, nested", "mxfp4"], seed=1))
 def test_formats(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Guards where each format goes, that its logits are near those in float32, and that a rounding is told."""
     case = CASES[name]
@@ -259,6 +248,7 @@ def test_biases_of_zeros_are_left_out(tmp_path: Path) -> None:
 
 
 LAST = "model.layers.1.mlp.down_proj"
+NF4_STATE = ".weight.quant_state.bitsandbytes__nf4"
 STACK = "model.layers.1.mlp.experts.down_proj"
 
 
@@ -304,12 +294,16 @@ DAMAGES: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
     "no shape": ("w4a16", lambda tensors: tensors.pop(LAST + ".weight_shape"), f"lack {LAST}.weight_shape"),
     "few blocks": ("fp8", cut("_scale_inv", 0, LAST + ".weight"), "weight_scale_inv is F32 [1, 2], and should be"),
     "no blocks": ("fp8", lambda tensors: tensors.pop(LAST + ".weight_scale_inv"), f"lack {LAST}.weight_scale_inv"),
+    "no map": ("nf4, nested", lambda tensors: tensors.pop(f"{LAST}.weight.quant_map"), f"lack {LAST}.weight.quant_map"),
+    "few numbers": ("nf4, nested", put(".weight", torch.zeros(8, 1, dtype=torch.uint8)), "is U8 [8, 1], and should be"),
+    "no JSON": ("nf4, nested", lambda tensors: tensors[LAST + NF4_STATE].fill_(0x5B), f"{NF4_STATE} does not say how"),
+    "no sizes": ("nf4, nested", put(NF4_STATE, torch.tensor([*b"{}"], dtype=torch.uint8)), "does not say how"),
     "few exponents": ("mxfp4", cut("_scales", 1, STACK), "down_proj_scales is U8 ["),
     "short blocks": ("mxfp4", cut("_blocks", 3, STACK), "8], and should be U8 ["),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.parametrize("name", sampled(DAMAGES, 12, keep=["no JSON", "a shape that lies"]))
 def test_damaged_files(name: str, tmp_path: Path) -> None:
     """Guards tensors that are missing, or are not as the format has them: one sentence that names one."""
     case, damage, sentence = DAMAGES[name]
@@ -345,6 +339,7 @@ UNREAD = [
     (compressed_settings() | {"config_groups": None}, "with config_groups = None are not read"),
     (fp8_settings(fmt="e5m2"), "fp8 weights with fmt = 'e5m2' are not read"),
     (fp8_settings((128, 0)), r"fp8 weights with weight_block_size = \[128, 0\] are not read"),
+    (nf4_settings(nested=True, load_in_4bit=False), "bitsandbytes weights with load_in_4bit = False are not read"),
     ({"quant_method": "mxfp4", "bits": 5}, "mxfp4 weights with bits = 5 are not read"),
 ]
 
@@ -394,6 +389,18 @@ def larger_blocks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reader_settings.Headers, "block", lambda self, *which: (2 * original(self, *which)[0], 64))
 
 
+def nested_with(**changes: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    """A fault: matrices of bitsandbytes with other attributes than their file says."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        init = NestedMatrix.__init__
+        patch.setattr(
+            NestedMatrix, "__init__", lambda self, *given: (init(self, *given), vars(self).update(changes))[0]
+        )
+
+    return plant
+
+
 FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], Any]]] = {
     "awq, order of a word": ("awq, groups of 32", lambda patch: patch.setattr(awq_reader, "_PLACES", np.arange(8))),
     "awq, zero points": ("awq, groups of 32", changed(AwqMatrix, "zeros", off_by_one)),
@@ -412,10 +419,12 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], Any]]] = {
     "mxfp4, order of a byte": ("mxfp4", changed(Mxfp4Matrix, "codes", swapped)),
     "mxfp4, exponents": ("mxfp4", changed(Mxfp4Matrix, "scales", neighbour)),
     "fp8, blocks": ("fp8, small blocks", larger_blocks),
+    "nf4, blocks": ("nf4, nested", nested_with(block=128)),
+    "nf4, offset": ("nf4, nested", nested_with(offset=0.0)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sampled(FAULTS, 6, keep=["gptq, order"]))
+@pytest.mark.parametrize("name", sampled(FAULTS, 4, keep=["gptq, order"]))
 def test_wrong_numbers_are_seen(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards these tests: a reader that takes a file for what it is not gives other logits, or none, in both ways."""
     case, plant = FAULTS[name]
