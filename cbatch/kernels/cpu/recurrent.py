@@ -11,6 +11,7 @@ within a slot, a state is [heads, blocks, keys, columns of a block]. A token fet
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -369,41 +370,49 @@ def _scan_factors(params: ScanParams, b: Any, c: Any, controls: Any, head: int) 
     return exp(params.decay[head] * step), step, params.skip[head]
 
 
-@kernel
-def _step_states(
-    worker: Worker, phase: int, recurrence: Recurrence, state: int, params: Any, factors_of: Any, at_keys: int,
-    at_columns: int, source: Any, controls: Any, control: int, out: Any,
-) -> int:  # fmt: skip
-    """Steps the states of all chunks.
+def _stepping(factors_of: Callable[..., Any]) -> Callable[..., int]:
+    """The loop over the states of all chunks. It cannot get the function as an argument: numba keeps no such code."""
 
-    at_keys, at_columns: where in the source there are two times [groups, keys], and [heads, columns]
-    control:             where in the controls those of the heads begin
-    """
-    keys, width = params.keys, block_width(params.columns)
-    parts, size = params.columns // width, keys * width
-    per_chunk = params.heads * parts
-    for task in claimed(worker, phase, (len(recurrence.starts) - 1) * per_chunk):
-        chunk, head = task // per_chunk, task % per_chunk // parts
-        first, stop = recurrence.starts[chunk], recurrence.starts[chunk + 1]
-        column = head * params.columns + task % parts * width
-        begin, value = column * keys, at_columns + column
-        one = at_keys + head // (params.heads // params.groups) * keys
-        other = one + params.groups * keys
-        memory = _state_of(recurrence, state, recurrence.slots[chunk])[begin : begin + size]
-        for row in range(first, stop):
-            for at, numbers in ((one, keys), (other, keys), (value, width)):
-                _prefetch_row(source, row + _ROWS_AHEAD, at, numbers)
-            query, key = source[row, one : one + keys], source[row, other : other + keys]
-            addresses = (
-                memory.ctypes.data, keys, query.ctypes.data, key.ctypes.data, source[row, value:].ctypes.data,
-                out[row, column:].ctypes.data,
-            )  # fmt: skip
-            factors = factors_of(params, query, key, controls[row, control:], head)
-            _step_block(memory[0], width, addresses, factors)
-            copied_to = _snapshot_slot(recurrence, chunk, row + 1 - first)
-            if copied_to >= 0:
-                _copy_numbers(memory, _state_of(recurrence, state, copied_to)[begin : begin + size])
-    return phase + 1
+    @kernel
+    def step_states(
+        worker: Worker, phase: int, recurrence: Recurrence, state: int, params: Any, at_keys: int, at_columns: int,
+        source: Any, controls: Any, control: int, out: Any,
+    ) -> int:  # fmt: skip
+        """Steps the states of all chunks.
+
+        at_keys, at_columns: where in the source there are two times [groups, keys], and [heads, columns]
+        control:             where in the controls those of the heads begin
+        """
+        keys, width = params.keys, block_width(params.columns)
+        parts, size = params.columns // width, keys * width
+        per_chunk = params.heads * parts
+        for task in claimed(worker, phase, (len(recurrence.starts) - 1) * per_chunk):
+            chunk, head = task // per_chunk, task % per_chunk // parts
+            first, stop = recurrence.starts[chunk], recurrence.starts[chunk + 1]
+            column = head * params.columns + task % parts * width
+            begin, value = column * keys, at_columns + column
+            one = at_keys + head // (params.heads // params.groups) * keys
+            other = one + params.groups * keys
+            memory = _state_of(recurrence, state, recurrence.slots[chunk])[begin : begin + size]
+            for row in range(first, stop):
+                for at, numbers in ((one, keys), (other, keys), (value, width)):
+                    _prefetch_row(source, row + _ROWS_AHEAD, at, numbers)
+                query, key = source[row, one : one + keys], source[row, other : other + keys]
+                addresses = (
+                    memory.ctypes.data, keys, query.ctypes.data, key.ctypes.data, source[row, value:].ctypes.data,
+                    out[row, column:].ctypes.data,
+                )  # fmt: skip
+                factors = factors_of(params, query, key, controls[row, control:], head)
+                _step_block(memory[0], width, addresses, factors)
+                copied_to = _snapshot_slot(recurrence, chunk, row + 1 - first)
+                if copied_to >= 0:
+                    _copy_numbers(memory, _state_of(recurrence, state, copied_to)[begin : begin + size])
+        return phase + 1
+
+    return step_states
+
+
+_step_deltas, _step_scans = _stepping(_delta_factors), _stepping(_scan_factors)
 
 
 @kernel
@@ -416,7 +425,7 @@ def gated_delta(
     controls: [T, 2 * heads] b, then a; columns is a multiple of 16
     """
     at = 2 * params.groups * params.keys
-    return _step_states(worker, phase, recurrence, state, params, _delta_factors, 0, at, source, controls, 0, out)
+    return _step_deltas(worker, phase, recurrence, state, params, 0, at, source, controls, 0, out)
 
 
 @kernel
@@ -429,7 +438,7 @@ def selective_scan(
     steps: [T, ...], of which `heads` columns from `start` are the step; columns is a multiple of 16
     """
     at = params.heads * params.columns
-    return _step_states(worker, phase, recurrence, state, params, _scan_factors, at, 0, source, steps, start, out)
+    return _step_scans(worker, phase, recurrence, state, params, at, 0, source, steps, start, out)
 
 
 @kernel
