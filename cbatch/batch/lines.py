@@ -140,7 +140,7 @@ def _skip(stream: IO[bytes], data: bytes) -> bytes:
     return digest.digest()
 
 
-def line_digest(data: bytes = b"") -> hashlib.blake2b:
+def line_digest(data: bytes | bytearray = b"") -> hashlib.blake2b:
     """The hash of a line that is too long to be kept."""
     return hashlib.blake2b(data, digest_size=16)
 

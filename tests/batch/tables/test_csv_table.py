@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from cbatch.base.errors import ConfigError
-from cbatch.batch.tables import csv_table, row_input
+from cbatch.batch.tables import csv_table, json_array
 from cbatch.batch.tables.csv_table import CsvTable
-from cbatch.batch.tables.row_input import read_array
+from cbatch.batch.tables.json_array import read_array
 
 
 def read(data: bytes | str, delimiter: str | None = None) -> list[Any]:
@@ -121,7 +121,7 @@ def elements(text: str | bytes) -> list[bytes | None]:
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 65536])
 def test_elements(monkeypatch: pytest.MonkeyPatch, size: int, indent: int | None) -> None:
     """Guards strings, escapes and brackets against the end of a chunk at every place, compared with Python's reader."""
-    monkeypatch.setattr(row_input, "CHUNK", size)
+    monkeypatch.setattr(json_array, "CHUNK", size)
     text = json.dumps(ROWS, indent=indent, ensure_ascii=False)
     assert [json.loads(data or b"") for data in elements(f"\n {text}\r\n")] == ROWS
 
@@ -140,8 +140,8 @@ def test_a_bad_element_harms_no_other() -> None:
 
 def test_long_elements_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards memory: an element above the limit becomes its hash, and those behind it are read."""
-    monkeypatch.setattr(row_input, "MAX_LINE_BYTES", 20)
-    monkeypatch.setattr(row_input, "CHUNK", 16)
+    monkeypatch.setattr(json_array, "MAX_LINE_BYTES", 20)
+    monkeypatch.setattr(json_array, "CHUNK", 16)
     lines = list(read_array(io.BytesIO(b'[{"a": "%s"}, {"a": "%s"}, {"b": 1}]' % (b"x" * 90, b"y" * 90))))
     assert [line.data for line in lines] == [None, None, b'{"b": 1}']
     assert len({line.digest for line in lines}) == 3
