@@ -22,6 +22,8 @@ from tests.support.command import Command
 from tests.support.model_folder import save_model
 from tests.support.rows import pipe_of
 
+pytestmark = pytest.mark.usefixtures("rows_written")
+
 ROWS: list[Any] = [
     {"id": "a", "prompt": "hello", "max_tokens": 12},
     {"prompt": "sampled", "temperature": 1.0, "max_tokens": 9},
@@ -30,20 +32,6 @@ ROWS: list[Any] = [
     {"id": 7, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "note": "kept"},
     {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "two", "max_tokens": 5}},
 ]
-
-
-@pytest.fixture(name="command")
-def command_on_rows(command: Command) -> Command:
-    command.write(ROWS)
-    return command
-
-
-@pytest.fixture(scope="module")
-def whole(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The output of a run to the end."""
-    command = Command(tmp_path_factory.mktemp("whole"), model_folder, ROWS)
-    assert command() == 1
-    return command.data
 
 
 @pytest.fixture

@@ -11,16 +11,12 @@ import pytest
 from tests.support.command import Command
 from tests.support.in_process_replicas import InProcessLauncher
 
+pytestmark = pytest.mark.usefixtures("rows_written")
+
 ROWS: list[Any] = [
     {"id": f"r{number}", "prompt": f"row {number}", "temperature": 1.0, "max_tokens": 4} for number in range(12)
 ] + ["{bad"]
 TRIES = ("--validate", "regex=(?s).*[aeiou].*", "--tries", "3")
-
-
-@pytest.fixture(name="command")
-def command_on_rows(command: Command) -> Command:
-    command.write(ROWS)
-    return command
 
 
 @pytest.fixture(scope="module")

@@ -14,26 +14,14 @@ from tests.support.command import Command
 from tests.support.in_process_replicas import InProcessLauncher
 from tests.support.rows import parse_rows, without_check
 
+pytestmark = pytest.mark.usefixtures("rows_written")
+
 LONG = {"max_tokens": 200, "ignore_eos": True, "temperature": 1.0}
 ROWS: list[Any] = [{"prompt": f"long {number}", **LONG} for number in range(3)]
 ROWS += [{"prompt": f"short {number}", "max_tokens": 2} for number in range(15)] + ["{bad"]
 JOURNAL = ("--journal-tokens", "--journal-interval", "0.01")
 BROKEN_OFF = ("--max-seqs", "4", "--window", "4", "--max-errors", "1")
 """Ends at the bad row at the end, when the long ones are still there."""
-
-
-@pytest.fixture(name="command")
-def command_on_rows(command: Command) -> Command:
-    command.write(ROWS)
-    return command
-
-
-@pytest.fixture(scope="module")
-def whole(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The output of a run that nothing broke off."""
-    command = Command(tmp_path_factory.mktemp("whole"), model_folder, ROWS)
-    assert command() == 1
-    return command.data
 
 
 def tokens_of(command: Command) -> Path:
