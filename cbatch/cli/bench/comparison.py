@@ -90,13 +90,6 @@ def measure(options: BenchOptions, on_progress: OnProgress) -> Report:
         judgement = {"floor_share": share, "elapsed_s_of_rounds": times, **compare_outputs(run.outputs, reference)}
         return {"strategy": name, "title": title, **run.figures, **judgement}
 
-    def in_rounds(name: str, run: Callable[[], MeasuredRun]) -> list[MeasuredRun]:
-        done = []
-        for number in range(options.rounds):
-            on_progress(f"round {number + 1} of {options.rounds}: {name}")
-            done.append(run())
-        return done
-
     def by_peer(name: str) -> MeasuredRun:
         setup = PeerSetup(experiment.loaded.network, work, experiment.slots, limits.max_batch_tokens)
         return MeasuredRun(*run_peer(name, setup))
@@ -104,20 +97,14 @@ def measure(options: BenchOptions, on_progress: OnProgress) -> Report:
     found = [judged(name, strategies[name].title, rounds) for name, rounds in runs.items()]
     for name in options.peer:
         try:
-            found.append(judged(name, name, in_rounds(name, partial(by_peer, name))))
+            found.append(judged(name, name, _in_rounds(options.rounds, name, partial(by_peer, name), on_progress)))
         except PeerError as error:
             found.append({"strategy": name, "title": name, "error": str(error)})
     techniques = measure_techniques(experiment, limits.sequence.longest, options.ablate, on_progress)
     if options.replicas.are_given:
         del experiment, engine  # the first replica may need the memory that the weights take here
         release_memory(device)
-        config = replace(options.engine, max_seqs=options.batch_size, prefix_cache=False, run_ahead=False)
-        with open_replicas(options.replicas, config, quiet=options.is_silent) as driver:
-            while any(one.state == "starting" for one in driver.each()):
-                time.sleep(POLL_SECONDS)
-            warmup, count = work.warmup, driver.num_engines
-            run_work(driver, Workload(warmup.prompts * count, warmup.output_lengths * count, ""))
-            replica_runs = in_rounds("replicas", partial(run_work, driver, work))
+        count, replica_runs = _by_replicas(options, work, on_progress)
         found.append(judged("replicas", format_count(count, "replica"), replica_runs))
     data = about | {
         "work": {
@@ -142,6 +129,25 @@ def measure(options: BenchOptions, on_progress: OnProgress) -> Report:
     if static is not None and continuous is not None:
         data["gain"] = gain_of(static, continuous, work)
     return Report(data | ({"techniques": techniques} if techniques else {}), records)
+
+
+def _in_rounds(rounds: int, name: str, run: Callable[[], MeasuredRun], on_progress: OnProgress) -> list[MeasuredRun]:
+    done = []
+    for number in range(rounds):
+        on_progress(f"round {number + 1} of {rounds}: {name}")
+        done.append(run())
+    return done
+
+
+def _by_replicas(options: BenchOptions, work: Workload, on_progress: OnProgress) -> tuple[int, list[MeasuredRun]]:
+    """How many engines there were, and their runs, once all of them are warm."""
+    config = replace(options.engine, max_seqs=options.batch_size, prefix_cache=False, run_ahead=False)
+    with open_replicas(options.replicas, config, quiet=options.is_silent) as driver:
+        while any(one.state == "starting" for one in driver.each()):
+            time.sleep(POLL_SECONDS)
+        warmup, count = work.warmup, driver.num_engines
+        run_work(driver, Workload(warmup.prompts * count, warmup.output_lengths * count, ""))
+        return count, _in_rounds(options.rounds, "replicas", partial(run_work, driver, work), on_progress)
 
 
 def median_run(runs: Sequence[MeasuredRun]) -> MeasuredRun:

@@ -84,6 +84,23 @@ def option_keys(command: click.Command) -> dict[str, click.Option]:
     return keys
 
 
+def _content(path: Path) -> dict[str, Any]:
+    """The tables of the file; none if it does not exist. Raises ConfigFileError."""
+    shown = display_path(path)
+    try:
+        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise ConfigFileError(f"{shown} cannot be read: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigFileError(f"{shown} is not valid UTF-8 (line {line}).") from error
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ConfigFileError(f"{shown} is not valid TOML: {reason}.") from error
+
+
 def load_config(command: click.Command, commands: Sequence[click.Command] = ()) -> CommandConfig:
     """Reads what the file says to a command. It need not exist.
 
@@ -93,19 +110,8 @@ def load_config(command: click.Command, commands: Sequence[click.Command] = ()) 
     """
     path = config_path()
     shown = display_path(path)
-    try:
-        data = path.read_bytes()
-        content = tomllib.loads(data.decode("utf-8-sig"))
-    except (FileNotFoundError, NotADirectoryError):
+    if not (content := _content(path)):
         return CommandConfig(path, {}, {})
-    except OSError as error:
-        raise ConfigFileError(f"{shown} cannot be read: {error.strerror or error}.") from error
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ConfigFileError(f"{shown} is not valid UTF-8 (line {line}).") from error
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise ConfigFileError(f"{shown} is not valid TOML: {reason}.") from error
     keys = {one.name or "": option_keys(one) for one in commands or [command]}
     own = keys[command.name or ""]
 
