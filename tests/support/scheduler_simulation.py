@@ -409,8 +409,8 @@ class RandomWalk:
         last = flat[slots[batch.rows]].tolist()
         results = [next_token(value, self.sizes.vocabulary) if value >= 0 else None for value in last]
         failed = [chunk for chunk, result in zip(scheduled.to_sample, results, strict=True) if result is None]
-        values = [self._read(chunk.blocks, chunk.stop) for chunk in failed]
-        return StepInFlight(scheduled, results, [nan for one in values for nan in one[one <= FIRST_NAN].tolist()])
+        read = [self._read(chunk.blocks, chunk.stop) for chunk in failed]
+        return StepInFlight(scheduled, results, [nan for one in read for nan in one[one <= FIRST_NAN].tolist()])
 
     def _prepare_states(self, scheduled: SchedulerOutput) -> None:
         """Zeroes slots and copies snapshots, as a step does before it computes."""
