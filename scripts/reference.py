@@ -12,6 +12,7 @@ import click
 
 from cbatch.base.option import options_of
 from cbatch.base.params import PARAMS, SamplingParams
+from cbatch.cli.common.options import SAMPLING_FIELDS
 from cbatch.cli.main import cli
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference.md"
@@ -25,39 +26,57 @@ BEGINNING = """\
 Every option of every command. Written by `python -m scripts.reference` from where they are declared; `--help` shows the
 same.
 
-Every option also reads an environment variable, `CBATCH_<COMMAND>_<OPTION>`: `CBATCH_RUN_MAX_TOKENS=200`. Options that
-can be repeated take a JSON list: `CBATCH_RUN_STOP='["END"]'`. For all commands, the model also reads `CBATCH_MODEL`,
-and `CBATCH_DEVICE` names the device that `--device auto` stands for. Defaults can also stand in a [configuration
-file](configuration.md). In Python, the options of [Model](#model), [Engine](#engine) and [Memory](#memory) are the
-fields of `EngineConfig`, with underscores.
+Every option also reads an environment variable, `CBATCH_<COMMAND>_<OPTION>`, and defaults can stand in a
+[configuration file](configuration.md). In Python, the options of [Model](#model), [Engine](#engine) and
+[Memory](#memory) are the fields of `EngineConfig`, with underscores.
+"""
+
+PARAMETERS = """\
+## Sampling parameters
+
+For rows, `--param`, `/set` in a chat, and Python. Some have an option of their own; `--stop` can be repeated.
+
+| field, option | type and range | default | meaning |
+|---|---|---|---|
 """
 
 
 def write(commands: dict[str, click.Command]) -> str:
     """The page."""
     parts, shared = [BEGINNING], dict.fromkeys(SHARED, "")
+    first = commands["run"]
+    of_first = {line(option) for options in grouped(first).values() for option in options}
     for name, command in commands.items():
         groups = grouped(command)
-        own = [(group, options) for group, options in groups.items() if group not in SHARED]
-        has = [f"[{group}](#{group.lower()})" for group in SHARED if group in groups]
-        also = f"\n\nAlso those of {', '.join(has)}." if has else ""
-        parts.append(f"## `cbatch {name}`\n\n" + "\n\n".join(table(group, options) for group, options in own) + also)
+        known = set() if command is first else of_first
+        own = {group: options for group, options in groups.items() if group not in SHARED}
+        same = [f"`{option.opts[-1]}`" for options in own.values() for option in options if line(option) in known]
+        lines = [(group, [option for option in options if line(option) not in known]) for group, options in own.items()]
+        text = "\n\n".join(table(group, options) for group, options in lines if options)
+        if same:
+            text += f"\n\nAs in [`cbatch run`](#cbatch-run): {', '.join(same)}."
+        if has := [f"[{group}](#{group.lower()})" for group in SHARED if group in groups]:
+            text += f"\n\nAlso those of {', '.join(has)}."
+        parts.append(f"## `cbatch {name}`\n\n{text}")
         for group in SHARED:
             if group in groups and not shared[group]:
-                shared[group] = table("", groups[group])
-    parts += [f"## {group}\n\n{text}" for group, text in shared.items() if text]
-    parts.append(f"## Sampling parameters\n\n{parameters()}")
+                shared[group] = table("", [option for option in groups[group] if option.name not in SAMPLING_FIELDS])
+    shared["Sampling"] += "\n\nAnd those of the [sampling parameters](#sampling-parameters)."
+    parts += [f"## {group}\n\n{text}" for group, text in shared.items()]
+    parts.append(PARAMETERS + parameters(grouped(first)["Sampling"]))
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def parameters() -> str:
-    """The sampling parameters of a request."""
-    lines = ["| field | type and range | default | meaning |", "|---|---|---|---|"]
+def parameters(options: list[click.Option]) -> str:
+    """The sampling parameters of a request, beside the options that set them."""
+    names = {option.name: [*option.opts, *option.secondary_opts] for option in options}
+    lines = []
     for name, one in options_of(SamplingParams).items():
         default = "" if one.default in (None, (), "") else f"`{json.dumps(one.default)}`"
         said = PARAMS[name]
         meaning = f"{said.help} {said.more}".replace(" (repeatable)", "").strip()
-        lines.append(f"| `{name}` | {said.wanted} | {default} | {meaning} |")
+        own = [f"`{each}`" for each in (name, *(names[name] if name in SAMPLING_FIELDS else ()))]
+        lines.append(f"| {', '.join(own)} | {said.wanted} | {default} | {meaning} |")
     return "\n".join(lines)
 
 
