@@ -125,7 +125,7 @@ def describe(case: Case, name: str, compiled: Any) -> Kernel:
     from cbatch.kernels.triton.attention_tile import load_kv
     from cbatch.kernels.triton.occupancy import CHIPS as LIMITS
     from cbatch.kernels.triton.occupancy import resident_programs
-    from tests.support.triton_compiler import copies_in_flight, read_sizes, resources_of
+    from scripts.gpu.compiled_code import copies_in_flight, read_sizes, resources_of
 
     limits, shared, warps = LIMITS[case.capability], compiled.metadata.shared, compiled.metadata.num_warps
     registers, spilled = resources_of(compiled)

@@ -15,17 +15,9 @@ import torch
 import transformers
 
 from cbatch.engine.stepping_engine import SteppingEngine
+from scripts.pictures.model_scenarios import compare_all_scenarios, unseen_faults
 from tests.support.architectures import CLASSES, NOT_BUILT_HERE
-from tests.support.model_checks import (
-    EQUAL,
-    NOT_BUILT,
-    REFUSED,
-    CheckResult,
-    check_model,
-    compare_all_scenarios,
-    outcome,
-    unseen_faults,
-)
+from tests.support.model_checks import EQUAL, NOT_BUILT, REFUSED, CheckResult, check_model, outcome
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 VERSIONS = re.compile(r"transformers \S+, torch \S+: [^.]+\.")

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,20 +14,10 @@ import torch
 
 from cbatch.base.errors import ModelError
 from cbatch.base.params import SamplingParams
-from cbatch.engine.stats import StepRecord
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model.families import declared_kinds
 from tests.support.architectures import NOT_BUILT_HERE, draw, make_architecture
-from tests.support.generation import generate
-from tests.support.planted_faults import (
-    INDEX_FAULTS,
-    STATE_FAULTS,
-    leak_neighbour,
-    shift_chunk_grid,
-    shift_positions,
-    widen_window,
-)
-from tests.support.tiny_models import generate_alone, make_engine, make_prompts
+from tests.support.tiny_models import make_engine, make_prompts
 
 EQUAL, REFUSED, NOT_BUILT, INSENSITIVE = "equal", "refused", "not built", "insensitive"
 UNSEEN = " is not seen"
@@ -107,46 +97,6 @@ def with_fault(plant: Fault) -> Callable[[Any, SteppingEngine], list[str]]:
     return differences
 
 
-def unseen_faults(network: Any, engine: SteppingEngine) -> list[str]:
-    """Which faults planted in the engine do not change what comes out."""
-    faults: list[Fault] = [shift_positions] if depends_on_positions(network) else []
-    if engine.model.layers:
-        faults.append(leak_neighbour)
-    if any(engine.model.windows):
-        faults.append(widen_window)
-    if engine.model.states:
-        faults += STATE_FAULTS
-    if not all(layer.value_dim for layer in engine.model.layers):
-        faults += INDEX_FAULTS
-    unseen = [plant for plant in faults if not with_fault(plant)(network, engine)]
-    if engine.model.chunk_multiple > 1 and keeps_to_grid(network, shift_chunk_grid):
-        unseen.append(shift_chunk_grid)
-    return [f"{plant.__name__}{UNSEEN}" for plant in unseen]
-
-
-def keeps_to_grid(network: Any, plant: Fault | None = None) -> bool:
-    """Whether a long prompt is cut at multiples of what recurrent layers take together, or where a snapshot is made."""
-    [prompt] = make_prompts([140], seed=8)
-    with pytest.MonkeyPatch.context() as patch:
-        if plant is not None:
-            plant(patch)
-        multiple = make_engine(network).model.chunk_multiple
-        with make_engine(network, max_seqs=2, max_batch_tokens=multiple + 5) as engine:
-            engine.add(prompt, SamplingParams(max_tokens=1))
-            cuts: list[bool] = []
-
-            def note(record: StepRecord) -> None:
-                for chunk in record.scheduled.chunks:
-                    is_snapshot = chunk.state is not None and chunk.state.snapshot is not None
-                    cuts.append(chunk.is_last or is_snapshot or chunk.stop % multiple == 0)
-
-            engine.on_step = note
-            while engine.has_work:
-                engine.step()
-    assert len(cuts) > 1, "the prompt is not cut"
-    return all(cuts)
-
-
 def run_combined(engine: SteppingEngine) -> Outputs:
     rows = {engine.add(prompt, params): row for row, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True))}
     outputs: Outputs = [[] for _ in PROMPTS]
@@ -183,22 +133,6 @@ def depends_on_context(network: Any) -> bool:
     return changed and sum(len(set(output)) > 4 for output in outputs) > 3
 
 
-def depends_on_positions(network: Any) -> bool:
-    """Whether position ids change what comes out."""
-    ids, positions = torch.tensor([TRUNK]), torch.arange(len(TRUNK))[None]
-    with eager_attention(network), torch.inference_mode():
-        logits = [
-            network(
-                input_ids=ids,
-                position_ids=positions + shift * (positions > 8),
-                attention_mask=torch.ones_like(ids),  # otherwise a gap begins another text
-                use_cache=False,
-            ).logits
-            for shift in (0, 1)
-        ]
-    return not torch.equal(*logits)
-
-
 def reference_logits(network: Any, ids: Any) -> torch.Tensor:
     """Logits [N, T, vocabulary] of the model's own forward, without our attention and without a cache."""
     with eager_attention(network), torch.inference_mode():
@@ -214,60 +148,6 @@ def eager_attention(network: Any) -> Iterator[None]:
         yield
     finally:
         network.set_attn_implementation(before)
-
-
-def compare_all_scenarios(network: Any, engine: SteppingEngine) -> list[str]:
-    """Runs each scenario alone, and compares it with `generate` of transformers. Returns those that differ."""
-    network.generation_config.eos_token_id = None
-    with eager_attention(network):
-        expected = generate_alone(network, PROMPTS, LENGTHS)
-    runs: dict[str, Callable[[], Outputs]] = {
-        "whole prompts": lambda: run_all_at_once(network, max_batch_tokens=256, prefix_cache=False),
-        "chunks of 7 tokens": lambda: run_all_at_once(network, max_batch_tokens=7, prefix_cache=False),
-        "preempted": lambda: run_all_at_once(network, block_size=1, kv_blocks=96, prefix_cache=False, preempted=True),
-        "prefixes shared": lambda: run_all_at_once(network, max_batch_tokens=64, kv_blocks=100, times=2),
-        "rows come and go": lambda: run_with_arrivals(network),
-        "combined": lambda: run_combined(engine),
-    }
-    different = [name for name, run in runs.items() if run() != expected]
-    sampled = run_all_at_once(network, max_batch_tokens=256, prefix_cache=False, temperature=1.0)
-    if run_all_at_once(network, max_batch_tokens=7, kv_blocks=28, temperature=1.0) != sampled:
-        different.append("temperature 1")
-    if not keeps_to_grid(network):
-        different.append("chunk grid")
-    return different
-
-
-def run_all_at_once(
-    network: Any, *, times: int = 1, preempted: bool = False, temperature: float = 0.0, **config: Any
-) -> Outputs:
-    engine = make_engine(network, **config)
-    params = [replace(one, temperature=temperature) for one in PARAMS]
-    for _ in range(times):
-        outputs = [list(output.token_ids) for output in generate(engine, PROMPTS, params)]
-    assert not preempted or engine.scheduler.num_preemptions > 0, "nothing was preempted"
-    assert times == 1 or engine.scheduler.num_cached_tokens > 200, "no blocks were shared"
-    return outputs
-
-
-def run_with_arrivals(network: Any) -> Outputs:
-    """A request arrives every second step, beside another that is cancelled soon."""
-    engine = make_engine(network, max_batch_tokens=16, max_seqs=4)
-    outputs: Outputs = [[] for _ in PROMPTS]
-    rows: dict[int, int] = {}
-    step = 0
-    while engine.has_work or len(rows) < len(PROMPTS):
-        if step % 2 == 0 and len(rows) < len(PROMPTS):
-            row = len(rows)
-            rows[engine.add(PROMPTS[row], PARAMS[row])] = row
-            doomed = engine.add(PROMPTS[row][::-1], SamplingParams(max_tokens=50))
-        for event in engine.step():
-            if event.request_id in rows and event.token_id is not None:
-                outputs[rows[event.request_id]].append(event.token_id)
-        if step % 2 == 1:
-            engine.cancel(doomed)
-        step += 1
-    return outputs
 
 
 def outcome(model_type: str, result: CheckResult) -> str:

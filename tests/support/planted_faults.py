@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from cbatch.attention import reference
-from cbatch.model.hf import indexed, recurrent
+from cbatch.model.hf import recurrent
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.state_pool import StatePool, StepStates
-from cbatch.schedule.recurrent_states import RecurrentStates
 
 
 def shift_positions(patch: pytest.MonkeyPatch) -> None:
@@ -94,35 +93,3 @@ def _change_states(patch: pytest.MonkeyPatch, change: Callable[[StepStates], Non
 
 STATE_FAULTS = [keep_states_of_others, keep_stale_states, take_state_of_neighbour, snapshot_one_token_off]
 """For models with recurrent layers."""
-
-
-def ignore_index(patch: pytest.MonkeyPatch) -> None:
-    """Attention sees all tokens, and not only those that an indexer has chosen."""
-    patch.setattr(reference, "_chosen", lambda indices, stop: torch.ones(len(indices), stop, dtype=torch.bool))
-
-
-def forget_old_index(patch: pytest.MonkeyPatch) -> None:
-    """An indexer finds zeros instead of the keys of earlier steps."""
-    update = indexed.IndexView.update_indexer
-
-    def forgetful(self: Any, keys: torch.Tensor, layer: int) -> torch.Tensor:
-        found = update(self, keys, layer).clone()
-        found[:, : self._sequence.start] = 0
-        return found
-
-    patch.setattr(indexed.IndexView, "update_indexer", forgetful)
-
-
-def shift_chunk_grid(patch: pytest.MonkeyPatch) -> None:
-    """Prompts of models with recurrent layers are cut where the budget of a step ends."""
-    begin = RecurrentStates.begin_step
-
-    def anywhere(self: RecurrentStates, running: Any, room: int) -> None:
-        begin(self, running, room)
-        self.multiple = 1
-
-    patch.setattr(RecurrentStates, "begin_step", anywhere)
-
-
-INDEX_FAULTS = [ignore_index, forget_old_index]
-"""For models with sparse attention."""
