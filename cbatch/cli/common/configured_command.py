@@ -38,26 +38,8 @@ class Setting:
     where: str
 
 
-@dataclass(frozen=True, slots=True)
-class CommandConfig:
-    """The file's settings for one command, by the names of Click's parameters.
-
-    presets: settings by the names of the presets
-    """
-
-    path: Path
-    settings: Mapping[str, Setting]
-    presets: Mapping[str, Mapping[str, Setting]]
-
-    def preset(self, name: str) -> Mapping[str, Setting]:
-        """The settings of a preset. Raises ConfigFileError if there is none of this name."""
-        if name in self.presets:
-            return self.presets[name]
-        shown = display_path(self.path)
-        if not self.presets:
-            raise ConfigFileError(f"There is no preset {name!r}: {shown} has no table such as [preset.{name}].")
-        known = f"It has {', '.join(sorted(self.presets))}."
-        raise ConfigFileError(f"There is no preset {name!r} in {shown}{_near_miss(name, self.presets)} {known}")
+Settings = Mapping[str, Setting]
+"""Settings for one command, by the names of Click's parameters."""
 
 
 def config_path() -> Path:
@@ -101,17 +83,15 @@ def _content(path: Path) -> dict[str, Any]:
         raise ConfigFileError(f"{shown} is not valid TOML: {reason}.") from error
 
 
-def load_config(command: click.Command, commands: Sequence[click.Command] = ()) -> CommandConfig:
-    """Reads what the file says to a command. It need not exist.
+def load_config(command: click.Command, commands: Sequence[click.Command]) -> tuple[Settings, Mapping[str, Settings]]:
+    """What the file, which need not exist, says to a command; and its presets, by their names.
 
-    commands: all commands; then each key has to be understood by one of them
+    commands: all commands, of which one has to understand each key; empty if they are not known
 
     Raises ConfigFileError.
     """
     path = config_path()
-    shown = display_path(path)
-    if not (content := _content(path)):
-        return CommandConfig(path, {}, {})
+    shown, content = display_path(path), _content(path)
     keys = {one.name or "": option_keys(one) for one in commands or [command]}
     own = keys[command.name or ""]
 
@@ -155,8 +135,7 @@ def load_config(command: click.Command, commands: Sequence[click.Command] = ()) 
     # The --preset of `bench` names an experiment, not a table.
     takers = [one for one in keys.values() if PRESET in one and not isinstance(one[PRESET].type, click.Choice)]
     in_presets = {key: None for options in takers for key in options if key != PRESET}
-    named = {name: settings_in(table, f"{PRESET}.{name}", in_presets) for name, table in presets.items()}
-    return CommandConfig(path, settings, named)
+    return settings, {name: settings_in(table, f"{PRESET}.{name}", in_presets) for name, table in presets.items()}
 
 
 def _as_key(name: str) -> str:
@@ -190,8 +169,8 @@ def _near_miss(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]}?" if found else "."
 
 
-_CONFIG, _SETTINGS, _COMMAND_LINE = f"{__name__}.config", f"{__name__}.settings", f"{__name__}.command_line"
-"""Keys of a context's `meta`: what the file says to the command, the settings that count, and what was typed."""
+_PRESETS, _SETTINGS, _COMMAND_LINE = f"{__name__}.presets", f"{__name__}.settings", f"{__name__}.command_line"
+"""Keys of a context's `meta`: the presets of the file, the settings that count, and what was typed."""
 
 
 class ConfiguredCommand(click.Command):
@@ -215,13 +194,13 @@ class ConfiguredCommand(click.Command):
         if isinstance(root.command, click.Group):
             found = (root.command.get_command(root, name) for name in root.command.list_commands(root))
             commands = [one for one in found if one is not None]
-        try:
-            config = load_config(self, commands)
-        except ConfigFileError as error:
-            problem, config = error, CommandConfig(config_path(), {}, {})
-        ctx.meta[_CONFIG], ctx.meta[_SETTINGS] = config, {}
+        ctx.meta[_PRESETS], ctx.meta[_SETTINGS] = {}, {}
         ctx.meta[_COMMAND_LINE] = shlex.join([*ctx.command_path.split(), *args])
-        _use(ctx, config.settings)
+        try:
+            settings, ctx.meta[_PRESETS] = load_config(self, commands)
+            _use(ctx, settings)
+        except ConfigFileError as error:
+            problem = error
         try:
             rest = super().parse_args(ctx, args)
         except click.BadParameter as error:
@@ -262,15 +241,22 @@ def command_line() -> str:
     return typed
 
 
-def _use(ctx: click.Context, settings: Mapping[str, Setting]) -> None:
+def _use(ctx: click.Context, settings: Settings) -> None:
     ctx.meta[_SETTINGS] |= settings
     ctx.default_map = {name: setting.value for name, setting in ctx.meta[_SETTINGS].items()}
 
 
 def _use_preset(ctx: click.Context, parameter: click.Parameter, name: str | None) -> None:
-    if name is not None and not ctx.resilient_parsing:
-        config: CommandConfig = ctx.meta[_CONFIG]
-        _use(ctx, config.preset(name))
+    if name is None or ctx.resilient_parsing:
+        return
+    presets: Mapping[str, Settings] = ctx.meta[_PRESETS]
+    if name not in presets:
+        shown = display_path(config_path())
+        where = f": {shown} has no table such as [preset.{name}]."
+        if presets:
+            where = f" in {shown}{_near_miss(name, presets)} It has {', '.join(sorted(presets))}."
+        raise ConfigFileError(f"There is no preset {name!r}{where}")
+    _use(ctx, presets[name])
 
 
 preset_option = click.option(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,8 +10,7 @@ import click
 
 from cbatch.base.option import options_of
 from cbatch.cli.common.configured_command import ConfiguredCommand, preset_option
-from cbatch.cli.common.console import emit, notice, show_progress
-from cbatch.cli.common.exits import handle_signals
+from cbatch.cli.common.console import emit, notice
 from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.options import engine_options, record_options, sampling_options
 from cbatch.cli.run.command import open_input
@@ -55,14 +53,7 @@ def verify(**values: Any) -> Literal[0, 1, 2]:
         with open_engine(options.run.engine, quiet=quiet, verbose=options.run.verbose) as engine:
             from cbatch.cli.verify.verification import verify_rows
 
-            report = verify_rows(
-                EngineDriver(engine.thread),
-                options,
-                source,
-                stored,
-                progress=partial(show_progress, quiet=quiet),
-                while_running=handle_signals,
-            )
+            report = verify_rows(EngineDriver(engine.thread), options, source, stored)
     return _show(report, quiet=quiet)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 
@@ -17,26 +16,15 @@ from cbatch.batch.lines import Line, RowOptions, checked_lines
 from cbatch.batch.row import Row
 from cbatch.batch.tables.row_input import RowInput
 from cbatch.batch.writer import RowWriter, run_stream
-from cbatch.cli.common.console import ProgressState
+from cbatch.cli.common.console import show_progress
+from cbatch.cli.common.exits import handle_signals
 from cbatch.cli.verify.options import VerifyOptions
 from cbatch.cli.verify.report import COMPANIES, Report
 from cbatch.requests.row_keys import explain_difference
 
-ShowProgress = Callable[[int, ProgressState], AbstractContextManager[Callable[[], None]]]
 
-
-def verify_rows(
-    driver: BatchDriver,
-    options: VerifyOptions,
-    source: RowInput,
-    stored: StoredRows,
-    *,
-    progress: ShowProgress,
-    while_running: Callable[[Callable[[int], None]], AbstractContextManager[object]],
-) -> Report:
-    """Runs a sample of the rows again, and compares them with the file.
-
-    while_running: a context for the time in which the run may be interrupted; gets what interrupts it
+def verify_rows(driver: BatchDriver, options: VerifyOptions, source: RowInput, stored: StoredRows) -> Report:
+    """Runs a sample of the rows again, and compares them with the file. A signal interrupts it.
 
     Raises ConfigError if the file is empty, RunFailed if the input cannot be read, and as `run_stream` does.
     """
@@ -59,7 +47,8 @@ def verify_rows(
         done += len(made)
         tick()
 
-    with while_running(interrupt), progress(len(COMPANIES) * len(lines), lambda: (done, "run again")) as tick:
+    total, quiet = len(COMPANIES) * len(lines), options.run.quiet
+    with handle_signals(interrupt), show_progress(total, lambda: (done, "run again"), quiet=quiet) as tick:
         run_stream(alone, RowWriter(), lines, partial(take, "alone"))
         run_stream(together, RowWriter(), mixed, partial(take, "together"))
     return report

@@ -88,7 +88,7 @@ class FrontEnd:
 
     @property
     def engine(self) -> Engine:
-        """The client that replies in the current session. Raises UserError while it is loaded."""
+        """The one that replies in the current session. Raises UserError while it is loaded."""
         engine = self.controller.client_of(self.session).engine
         if engine is None:
             raise UserError("The model is still loading.")
