@@ -309,6 +309,10 @@ class ReplicaStatus:
     deaths: int = 0
     problem: str = ""
 
+    def death_words(self) -> str:
+        """Why it died the last time, and how often it did."""
+        return self.problem + (f" (the last of {self.deaths:,} deaths)" if self.deaths > 1 else "")
+
 
 class BatchDriver(Protocol):
     """Runs the rows of batches, one batch at a time, on one engine or on several that are alike."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any
 
+from cbatch.batch.driver import ReplicaStatus
 from cbatch.cli.bench.command import bench
 from cbatch.cli.bench.comparison import Result, run_figures
 from cbatch.cli.bench.load import Capacity, Rounds, report_of
@@ -15,8 +16,8 @@ from cbatch.cli.bench.skew import REAL_WORK, gain_of, point_of
 from cbatch.cli.bench.users import LoadResult, Scenario, TimedAnswer
 from cbatch.cli.bench.workload import LengthDistribution, Workload
 from cbatch.cli.common.options import make_options
-from cbatch.cli.common.percentiles import Percentiles
-from cbatch.cli.run.stats import ReplicaFigures
+from cbatch.cli.run.stats import replica_figures
+from cbatch.engine.stats import total_stats
 
 EVIL = "<script src='http://example.org/x'>\"&\x1b[2J"
 """A name that would be markup, and control the terminal."""
@@ -122,8 +123,9 @@ def make_comparison(*kinds: str) -> Report:
         failed = {"strategy": "transformers-cb", "title": "transformers-cb", "error": f"not available here: {EVIL}"}
         results.append(failed)
     if "replicas" in kinds:
-        figures = [asdict(ReplicaFigures(f"cpu:{n}", "ready", 2, 5, 0, 3, 4, 0, 0.1, 0, 0, "")) for n in range(2)]
-        times = {"ttft_s": asdict(Percentiles(1.5, 2.0, 2.5)), "tpot_s": asdict(Percentiles(0.5, 0.6, 0.7))}
+        done = replace(total_stats(()), num_prompt_tokens=5, num_tokens=3, num_steps=4, idle_s=0.1)
+        figures = [replica_figures(ReplicaStatus(f"cpu:{n}", "running", done, 2)) for n in range(2)]
+        times = {"ttft_s": {"p50": 1.5, "p90": 2.0, "p99": 2.5}, "tpot_s": {"p50": 0.5, "p90": 0.6, "p99": 0.7}}
         counts = {"steps": 4, "preemptions": 0, "drafted_tokens": 0, "accepted_tokens": 0, "replicas": figures}
         speed = {"elapsed_s": 3.0, "output_tokens_per_s": 2.0}
         results.append(result_of("replicas", "2 replicas", speed | times | counts))

@@ -38,8 +38,8 @@ from cbatch.cli.bench.strategies import (
 from cbatch.cli.bench.timeline import draw_timeline, side_by_side, time_shares
 from cbatch.cli.bench.workload import Outputs, Workload
 from cbatch.cli.common.loading import open_engine, open_replicas
-from cbatch.cli.common.percentiles import Percentiles
-from cbatch.cli.run.stats import RunStats
+from cbatch.cli.common.percentiles import percentiles
+from cbatch.cli.run.stats import RunStats, replica_figures
 from cbatch.runtime.memory import release_memory
 
 if TYPE_CHECKING:
@@ -172,8 +172,8 @@ def run_figures(record: RunRecord, work: Workload) -> dict[str, Any]:
         "elapsed_s": record.elapsed_s,
         "output_tokens_per_s": work.output_tokens / elapsed,
         "total_tokens_per_s": (work.prompt_tokens + work.output_tokens) / elapsed,
-        "ttft_s": asdict(Percentiles.of(first)),
-        "tpot_s": asdict(Percentiles.of(per_token)),
+        "ttft_s": percentiles(first),
+        "tpot_s": percentiles(per_token),
         "padded_token_share": record.tokens("padding") / max(record.tokens("prefill", "padding"), 1),
         "wasted_output_share": (generated - work.output_tokens) / max(generated, 1),
         "idle_slot_share": 1 - slot_steps / max(record.slots * len(steps), 1),
@@ -229,13 +229,13 @@ def run_work(driver: BatchDriver, work: Workload) -> MeasuredRun:
     figures = {
         "elapsed_s": stats.elapsed_s,
         "output_tokens_per_s": work.output_tokens / max(stats.elapsed_s, 1e-9),
-        "ttft_s": asdict(stats.ttft_s),
-        "tpot_s": asdict(stats.tpot_s),
+        "ttft_s": stats.ttft_s,
+        "tpot_s": stats.tpot_s,
         "steps": stats.engines.num_steps,
         "preemptions": stats.engines.num_preemptions,
         "drafted_tokens": stats.engines.num_drafted_tokens,
         "accepted_tokens": stats.engines.num_accepted_tokens,
-        "replicas": [asdict(one) for one in stats.replicas],
+        "replicas": list(map(replica_figures, stats.replicas)),
     }
     return MeasuredRun(outputs, figures)
 

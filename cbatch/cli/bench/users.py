@@ -13,7 +13,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from cbatch.base.outputs import TokenEvent
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
 from cbatch.cli.bench.workload import LengthDistribution, plain_tokens
-from cbatch.cli.common.percentiles import Percentiles
+from cbatch.cli.common.percentiles import percentiles
 from cbatch.engine.thread import EngineThread
 
 SERVED_SHARE, WARMUP_SHARE = 0.99, 0.25
@@ -273,8 +273,8 @@ def _result(
         "cut_off": sum(turn.ended is None for turn in turns),
         "errors": len(errors),
         "first_error": errors[0] if errors else "",
-        "ttft_s": asdict(Percentiles.of(waits)),
-        "tpot_s": asdict(Percentiles.of([turn.tpot_s for turn in counted if turn.tpot_s is not None])),
+        "ttft_s": percentiles(waits),
+        "tpot_s": percentiles([turn.tpot_s for turn in counted if turn.tpot_s is not None]),
         "prompt_tokens": sum(len(turn.request.prompt_ids) for turn in turns),
         "cached_tokens": sum(turn.cached_tokens for turn in turns),
         "output_tokens": output_tokens,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import asdict
 
 from cbatch.base.units import format_count
 from cbatch.cli.chat.controller import ChatController
-from cbatch.cli.common.percentiles import Percentiles
+from cbatch.cli.common.percentiles import percentiles
 
 SPEED_SECONDS = 3.0
 """Time over which the speed is measured."""
@@ -85,4 +84,4 @@ class ChatStats:
 
 
 def _percentiles(seconds: deque[float]) -> str:
-    return ", ".join(f"{name} {1000 * value:,.0f} ms" for name, value in asdict(Percentiles.of(seconds)).items())
+    return ", ".join(f"{name} {1000 * value:,.0f} ms" for name, value in percentiles(seconds).items())

@@ -1,23 +1,19 @@
-"""Percentiles of times."""
+"""Percentiles of times and of lengths."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+OF_TIMES = {"p50": 50, "p90": 90, "p99": 99}
 
 
-@dataclass(frozen=True, slots=True)
-class Percentiles:
-    """The 50th, 90th and 99th percentile; None if there are no values."""
+def percentiles(
+    values: Sequence[float], ranks: Mapping[str, int] = OF_TIMES, method: Literal["linear", "nearest"] = "linear"
+) -> dict[str, Any]:
+    """The percentiles by their names; None if there are no values."""
+    if not len(values):
+        return dict.fromkeys(ranks)
+    import numpy as np
 
-    p50: float | None = None
-    p90: float | None = None
-    p99: float | None = None
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Percentiles:
-        if not len(values):
-            return cls()
-        import numpy as np
-
-        return cls(*np.percentile(values, (50, 90, 99)).tolist())
+    return dict(zip(ranks, np.percentile(values, list(ranks.values()), method=method).tolist(), strict=True))

@@ -136,7 +136,7 @@ def replica_lines(stats: RunStats, driver: BatchDriver) -> list[str]:
         doing = f"{engine.num_running} run, {engine.num_waiting} wait, KV {engine.cache_used:.0%}"
         parts = [
             f"{one.name}: {doing if one.state == 'running' else one.state}",
-            f"{format_count(one.rows, 'row')}, {format_count(one.output_tokens, 'token')}",
+            f"{format_count(one.rows, 'row')}, {format_count(one.stats.num_tokens, 'token')}",
             f"{one.copies:,} copies" if one.copies else "",
             one.death_words() if one.deaths else "",
         ]

@@ -11,6 +11,7 @@ from cbatch.api import Engine
 from cbatch.base.errors import RequestError
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.lines import Line
+from cbatch.cli.common.percentiles import OF_TIMES, percentiles
 from cbatch.cli.run.estimate import RowSample, SampledRow
 from cbatch.requests.completion import Completion
 
@@ -125,8 +126,4 @@ def _short(name: str | int | float | None) -> str | int | float | None:
 
 
 def _spread(values: array[int]) -> dict[str, float | None]:
-    import numpy as np
-
-    ranks = {"min": 0, "p50": 50, "p90": 90, "p99": 99, "max": 100}
-    found = np.percentile(values, list(ranks.values()), method="nearest").tolist() if values else [None] * len(ranks)
-    return {"total": sum(values), **dict(zip(ranks, found, strict=True))}
+    return {"total": sum(values), **percentiles(values, {"min": 0, **OF_TIMES, "max": 100}, "nearest")}

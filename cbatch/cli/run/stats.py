@@ -6,7 +6,7 @@ import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -15,7 +15,7 @@ from cbatch.base.units import format_count, rounded_s
 from cbatch.batch.driver import PROMPT_TOKENS_PER_OUTPUT_TOKEN
 from cbatch.batch.row import Row
 from cbatch.cli.common.console import notice
-from cbatch.cli.common.percentiles import Percentiles
+from cbatch.cli.common.percentiles import percentiles
 from cbatch.engine.stats import EngineStats, total_stats
 
 if TYPE_CHECKING:
@@ -26,44 +26,22 @@ NUMBERS_OF_NOW = {"num_running", "num_waiting", "num_snapshots"}
 """Fields of `EngineStats` that are no totals."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaFigures:
-    """One replica's work in a run; see `ReplicaStatus`. `state` and `problem` are those of now."""
-
-    name: str
-    state: str
-    rows: int
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    steps: int
-    preemptions: int
-    idle_s: float
-    copies: int
-    deaths: int
-    problem: str
-
-    def death_words(self) -> str:
-        """Why it died the last time, and how often it did."""
-        return self.problem + (f" (the last of {self.deaths:,} deaths)" if self.deaths > 1 else "")
-
-    @classmethod
-    def between(cls, before: ReplicaStatus, now: ReplicaStatus) -> ReplicaFigures:
-        done = since(now.stats, before.stats)
-        return cls(
-            name=now.name,
-            state=now.state,
-            rows=now.rows - before.rows,
-            prompt_tokens=done.num_prompt_tokens,
-            cached_tokens=done.num_cached_tokens,
-            output_tokens=done.num_tokens,
-            steps=done.num_steps,
-            preemptions=done.num_preemptions,
-            idle_s=done.idle_s,
-            copies=now.copies - before.copies,
-            deaths=now.deaths - before.deaths,
-            problem=now.problem,
-        )
+def replica_figures(one: ReplicaStatus) -> dict[str, Any]:
+    """The work of a replica as --stats and `cbatch bench --json` tell it."""
+    return {
+        "name": one.name,
+        "state": one.state,
+        "rows": one.rows,
+        "prompt_tokens": one.stats.num_prompt_tokens,
+        "cached_tokens": one.stats.num_cached_tokens,
+        "output_tokens": one.stats.num_tokens,
+        "steps": one.stats.num_steps,
+        "preemptions": one.stats.num_preemptions,
+        "idle_s": one.stats.idle_s,
+        "copies": one.copies,
+        "deaths": one.deaths,
+        "problem": one.problem,
+    }
 
 
 def since(now: EngineStats, before: EngineStats) -> EngineStats:
@@ -89,7 +67,7 @@ class RunStats:
         self._stream: RowStream | None = None
         self._before = self._engines = total_stats(())
         self._each_before: Sequence[ReplicaStatus] = ()
-        self._replicas: list[ReplicaFigures] = []
+        self._replicas: list[ReplicaStatus] = []
         self.rows = self.rows_kept = self.errors_kept = 0
         self.errors: Counter[str] = Counter()
         self.prompt_tokens = self.cached_tokens = self.finished_tokens = self.reused_tokens = 0
@@ -115,11 +93,20 @@ class RunStats:
         return since(self._driver.stats(), self._before) if self._driver else self._engines
 
     @property
-    def replicas(self) -> list[ReplicaFigures]:
-        """The work of each replica since the run began; none if an engine of this process runs the rows."""
+    def replicas(self) -> list[ReplicaStatus]:
+        """Each replica, with its work since the run began; none if an engine of this process runs the rows."""
         if self._driver is None:
             return self._replicas
-        return [ReplicaFigures.between(*pair) for pair in zip(self._each_before, self._driver.each(), strict=True)]
+        return [
+            replace(
+                now,
+                stats=since(now.stats, before.stats),
+                rows=now.rows - before.rows,
+                copies=now.copies - before.copies,
+                deaths=now.deaths - before.deaths,
+            )
+            for before, now in zip(self._each_before, self._driver.each(), strict=True)
+        ]
 
     @property
     def output_tokens(self) -> int:
@@ -166,14 +153,14 @@ class RunStats:
         return self.output_tokens / self.elapsed_s if self.elapsed_s else 0.0
 
     @property
-    def ttft_s(self) -> Percentiles:
+    def ttft_s(self) -> dict[str, Any]:
         """Seconds from when a row was taken to its first token."""
-        return Percentiles.of(self._ttft)
+        return percentiles(self._ttft)
 
     @property
-    def tpot_s(self) -> Percentiles:
+    def tpot_s(self) -> dict[str, Any]:
         """Seconds for each further token of a row."""
-        return Percentiles.of(self._tpot)
+        return percentiles(self._tpot)
 
     def as_dict(self) -> dict[str, Any]:
         """The object that --stats writes; times in seconds."""
@@ -203,12 +190,12 @@ class RunStats:
             "accepted_tokens": engines.num_accepted_tokens,
             "fallback": engines.fallback,
             **{
-                name: {rank: rounded_s(value) if value is not None else None for rank, value in asdict(times).items()}
+                name: {rank: rounded_s(value) if value is not None else None for rank, value in times.items()}
                 for name, times in (("ttft_s", self.ttft_s), ("tpot_s", self.tpot_s))
             },
             "deaths": sum(one.deaths for one in replicas),
             "copies": sum(one.copies for one in replicas),
-            "replicas": [asdict(one) for one in replicas],
+            "replicas": list(map(replica_figures, replicas)),
         }
 
     def summary(self, driver: BatchDriver) -> list[str]:
