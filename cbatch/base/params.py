@@ -49,10 +49,6 @@ MAX_TOKEN_ID = 2**31
 CONSTRAINTS = ("response_format", "regex", "choice", "grammar")
 """Parameters that constrain the output; a request has at most one of them."""
 
-CONSTRAINT_RULE = (
-    "Excludes the other constraints; the output ends when it is complete, whatever min_tokens and ignore_eos say"
-)
-
 LogitBias = Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]]
 """Token ids, which are strings in JSON, and what is added to their logits."""
 

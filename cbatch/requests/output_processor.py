@@ -7,14 +7,13 @@ import time
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
 
 from cbatch.base.errors import RequestError, as_error
 from cbatch.base.outputs import FinishReason, TokenEvent, TokenLogprobs, ToolCall
 from cbatch.base.request import Request
 from cbatch.requests import columns
 from cbatch.requests.completion import Choice, Completion, Timing, TokenLogprob, Usage
-from cbatch.text.output_parser import OutputParser, OutputStream
+from cbatch.text.output_parser import OutputParser, OutputStream, ParsedDelta
 from cbatch.text.tokenizer import ChatTokenizer
 
 
@@ -63,15 +62,6 @@ class Output:
     parts: _OutputParts | None = None
 
 
-class _NewParts(NamedTuple):
-    """The addition to an output: its text as the model wrote it, and what that adds to each part."""
-
-    raw: str
-    text: str
-    reasoning: str
-    tool_calls: tuple[ToolCall, ...] = ()
-
-
 class _OutputParts:
     """Makes the text of an output from its tokens, and takes it apart."""
 
@@ -91,8 +81,10 @@ class _OutputParts:
             parser, tools, prefix = tokenizer.output_parser, request.tools, request.prefix
             self._stream = OutputStream(parser, is_thinking=is_thinking, tools=tools, prefix=prefix)
 
-    def take(self, token_ids: Sequence[int], raw: str, finish_reason: FinishReason | None) -> _NewParts:
-        """The changes that further tokens make.
+    def take(
+        self, token_ids: Sequence[int], raw: str, finish_reason: FinishReason | None
+    ) -> tuple[str, ParsedDelta, tuple[ToolCall, ...]]:
+        """The text of further tokens as the model wrote it, what it adds to each part, and the calls at the end.
 
         raw: their text, if the engine has made it
         """
@@ -104,9 +96,9 @@ class _OutputParts:
                 raw += self._detokenizer.flush()
         new, echo, self._echo = self._stream.push(raw), self._echo, ""
         if finish_reason is None:
-            return _NewParts(raw, echo + new.text, new.reasoning)
+            return raw, ParsedDelta(echo + new.text, new.reasoning), ()
         last, calls = self._stream.finish()
-        return _NewParts(raw, echo + new.text + last.text, new.reasoning + last.reasoning, calls)
+        return raw, ParsedDelta(echo + new.text + last.text, new.reasoning + last.reasoning), calls
 
 
 class OutputProcessor:
@@ -191,16 +183,17 @@ class OutputProcessor:
         the completion, further events of the request are not read.
         """
         output = self.outputs[event.sample_index]
-        finish_reason, error, new = event.finish_reason, event.error, _NewParts("", "", "")
+        finish_reason, error = event.finish_reason, event.error
+        raw, new, calls = "", ParsedDelta(), tuple[ToolCall, ...]()
         try:
             if error is None:
                 output.parts = output.parts or self._new_parts()
                 token_ids = [] if event.token_id is None else [event.token_id]
-                new = output.parts.take(token_ids, event.text, finish_reason)
+                raw, new, calls = output.parts.take(token_ids, event.text, finish_reason)
         except BaseException as raised:
             finish_reason, error = "error", _text_error(raised)
             self.fail(error, event.sample_index)
-        if new.tool_calls and finish_reason == "stop":
+        if calls and finish_reason == "stop":
             finish_reason = "tool_calls"
         if finish_reason is not None:
             self._num_unread = 0 if error is not None else self._num_unread - 1
@@ -213,7 +206,7 @@ class OutputProcessor:
             finish_reason,
             error,
             self._logprob(event.logprobs) if event.logprobs is not None else None,
-            new.raw,
+            raw,
             self.completion() if self.is_read else None,
         )
 
@@ -248,15 +241,16 @@ class OutputProcessor:
 
     def _choice(self, number: int) -> Choice:
         request, output = self.request, self.outputs[number]
-        whole = self._new_parts().take(output.token_ids, "".join(output.texts), output.finish_reason or "error")
-        calls = whole.tool_calls[: request.max_calls]
+        texts, ending = "".join(output.texts), output.finish_reason or "error"
+        _, whole, found = self._new_parts().take(output.token_ids, texts, ending)
+        calls = found[: request.max_calls]
         has_calls = bool(calls) and output.finish_reason == "stop"
         return Choice(
             index=number,
             text=whole.text,
             reasoning=whole.reasoning or None,
             tool_calls=tuple(replace(call, id=_call_id(request.key, number, at)) for at, call in enumerate(calls)),
-            finish_reason="tool_calls" if has_calls else output.finish_reason or "error",
+            finish_reason="tool_calls" if has_calls else ending,
             stop_reason=output.stop_reason,
             token_ids=output.token_ids,
             logprobs=[self._logprob(one) for one in output.logprobs] if request.params.logprobs is not None else None,

@@ -107,6 +107,10 @@ class TriedOutput:
     is_failed: bool = False
 
     @property
+    def has_begun(self) -> bool:
+        return self.tokens > 0 or self.has_ended
+
+    @property
     def ends_by_limit(self) -> bool:
         return ends_by_limit(self.row.request.params)
 
@@ -179,45 +183,31 @@ def run_trial(engine: Engine, rows: Sequence[SampledRow], seconds: float) -> Tri
     return TrialResult(elapsed, outputs, steps)
 
 
-class EndChances(NamedTuple):
-    """How likely each token of an output is its last one, if not only its limit ends it: high, likely and low."""
+def final_lengths(outputs: Sequence[TriedOutput]) -> list[Span]:
+    """How long the outputs of a trial get. One that goes on is like a new one from where it is.
 
-    high: float
-    likely: float
-    low: float
+    If not only its limit ends an output, each token is its last one with a chance that all outputs tell together.
+    """
+    free = [one for one in outputs if one.has_begun and not one.ends_by_limit]
+    tokens = sum(one.tokens for one in free)
+    stops = sum(one.has_ended and not one.is_failed and one.tokens < one.row.limit for one in free)
+    to_limits = [one.row.limit - one.tokens for one in free if not one.has_ended]
+    chances = (1.0, 0.0, 0.0)
+    if tokens:
+        most = stops + len(to_limits)
+        high = min((most + 2 * math.sqrt(most)) / tokens, 1.0)
+        chances = high, stops / tokens, max(stops - 2 * math.sqrt(stops), 0.0) / (tokens + sum(to_limits))
 
-    @classmethod
-    def of(cls, outputs: Iterable[TriedOutput]) -> EndChances:
-        """`outputs`: those of a trial that have begun"""
-        free = [one for one in outputs if not one.ends_by_limit]
-        tokens = sum(one.tokens for one in free)
-        stops = sum(one.has_ended and not one.is_failed and one.tokens < one.row.limit for one in free)
-        if not tokens:
-            return cls(1.0, 0.0, 0.0)
-        going = [one for one in free if not one.has_ended]
-        to_limits = sum(one.row.limit - one.tokens for one in going)
-        most = stops + len(going)
-        return cls(
-            high=min((most + 2 * math.sqrt(most)) / tokens, 1.0),
-            likely=stops / tokens,
-            low=max(stops - 2 * math.sqrt(stops), 0.0) / (tokens + to_limits),
-        )
+    def length(output: TriedOutput) -> Span:
+        if output.has_ended or output.ends_by_limit:
+            return Span(*[output.tokens if output.has_ended else output.row.limit] * 3)
+        left = output.row.limit - output.tokens
+        least, likely, most = ((1 - (1 - one) ** left) / one if one > 0 else float(left) for one in chances)
+        if output.tokens:
+            least, most = 0.0, float(left)
+        return Span(*(output.tokens + more for more in (least, min(max(likely, least), most), most)))
 
-
-def expected_length(limit: int, chance: float) -> float:
-    """The mean length of outputs of at most `limit` tokens, if each token is the last one with this chance."""
-    return (1 - (1 - chance) ** limit) / chance if chance > 0 else float(limit)
-
-
-def length_of(output: TriedOutput, chances: EndChances) -> Span:
-    """How long an output of the trial gets. One that goes on is like a new one from where it is."""
-    if output.has_ended or output.ends_by_limit:
-        return Span(*[output.tokens if output.has_ended else output.row.limit] * 3)
-    left = output.row.limit - output.tokens
-    least, likely, most = (expected_length(left, chance) for chance in chances)
-    if output.tokens:
-        least, most = 0.0, float(left)
-    return Span(*(output.tokens + more for more in (least, min(max(likely, least), most), most)))
+    return list(map(length, outputs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,11 +330,10 @@ class RunEstimate:
         """
         self._trial, self._limits = trial, limits
         tried = [one for one in trial.outputs if not one.is_failed]
-        self._begun = [one for one in tried if one.tokens or one.has_ended]
+        self._begun = [one for one in tried if one.has_begun]
         self._times = num_rows / _num_rows(trial.outputs)
         self._costs = StepCosts.fit(trial.steps)
-        chances = EndChances.of(self._begun)
-        self._cases = list(zip(*(length_of(one, chances) for one in tried), strict=True))
+        self._cases = list(zip(*final_lengths(tried), strict=True))
         rows = [one.row for one in tried]
         self._prompts = [  # the first output of a row brings its prompt
             len(row.request.prompt_ids) - row.shared if row is not before else 0

@@ -10,7 +10,6 @@ import pytest
 
 from cbatch.api import Engine
 from cbatch.cli.run.estimate import (
-    EndChances,
     RowSample,
     RunEstimate,
     SampledRow,
@@ -19,7 +18,7 @@ from cbatch.cli.run.estimate import (
     StepTime,
     TrialResult,
     TriedOutput,
-    length_of,
+    final_lengths,
     play,
     run_trial,
 )
@@ -34,23 +33,21 @@ def tried(tokens: int, limit: int, *, ended: bool, ends_by_limit: bool = False) 
 def test_what_has_ended_is_known_and_what_goes_on_has_a_range() -> None:
     """Guards against ranges around what is known, and against a single number for what is not."""
     outputs = [tried(20, 100, ended=True), tried(60, 60, ended=True), tried(20, 100, ended=False)]
-    chances = EndChances.of(outputs)
-    assert chances.likely == pytest.approx(1 / 100) and chances.low == 0  # one stop tells too little
-    assert length_of(outputs[0], chances) == (20, 20, 20)
-    span = length_of(outputs[2], chances)
+    outputs += [tried(5, 80, ended=False, ends_by_limit=True), tried(0, 100, ended=False)]
+    ended, _, span, fixed, waiting = final_lengths(outputs)
+    assert ended == (20, 20, 20) and fixed == (80, 80, 80)
     assert span.least == 20 and span.most == 100 and 60 < span.likely < 80
-    fixed = tried(5, 80, ended=False, ends_by_limit=True)
-    assert length_of(fixed, chances) == (80, 80, 80)
-    waiting = length_of(tried(0, 100, ended=False), chances)
-    assert 1 <= waiting.least < waiting.likely < waiting.most == 100
+    assert waiting.likely == pytest.approx(100 * (1 - 0.99**100))  # one stop in a hundred tokens
+    assert 1 <= waiting.least < waiting.likely < waiting.most == 100  # and one stop tells too little for a low chance
 
 
 def test_outputs_that_only_their_limit_ends_say_nothing_of_others() -> None:
     """Guards a file in which some rows ignore end tokens: their tokens are no chance to end."""
     fixed = [tried(500, 500, ended=True, ends_by_limit=True)] * 5
     free = [tried(10, 100, ended=True)] * 5
-    assert EndChances.of([*fixed, *free]) == EndChances.of(free)
-    assert EndChances.of(fixed) == EndChances(1.0, 0.0, 0.0)
+    waiting = tried(0, 100, ended=False)
+    assert final_lengths([*fixed, *free, waiting])[-1] == final_lengths([*free, waiting])[-1]
+    assert final_lengths([*fixed, waiting])[-1] == (1, 100, 100)
 
 
 @pytest.mark.parametrize(("chance", "limit"), [(0.02, 400), (0.005, 300), (0.3, 50)])
@@ -62,7 +59,7 @@ def test_the_range_holds_the_truth_and_the_likely_value_is_near(chance: float, l
     for _ in range(40):
         real = [next((n for n in range(1, limit) if source.random() < chance), limit) for _ in range(64)]
         cut = [tried(min(length, 60), limit, ended=length <= 60) for length in real]
-        spans = [length_of(one, EndChances.of(cut)) for one in cut]
+        spans = final_lengths(cut)
         least, likely, most = (sum(span[case] for span in spans) for case in range(3))
         assert least <= sum(real) <= most and least <= likely <= most
         held += sum(real) / 1.5 < likely < sum(real) * 1.5
