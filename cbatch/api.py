@@ -26,6 +26,7 @@ from cbatch.base.params import SamplingParams
 from cbatch.base.request import ParamsLike, Request, RequestDefaults
 from cbatch.base.spelling import similar_name
 from cbatch.batch.answer_cache import DEFAULT_CACHE_SIZE, CacheConfig
+from cbatch.batch.lines import RowOptions
 from cbatch.batch.map import map_rows
 from cbatch.engine.loop import OnStep
 from cbatch.engine.stats import EngineStats
@@ -353,22 +354,18 @@ class Engine(AbstractContextManager["Engine"]):
         if seed is None and path is not None:
             raise ConfigError("seed=None takes new randomness, which resume could not repeat; give a seed with a path.")
         run_seed = secrets.randbits(64) if seed is None else seed
-        defaults = RequestDefaults(params=plain(params or {}), seed=run_seed, system=system)
-        results = map_rows(
-            self.thread,
-            defaults,
-            rows,
-            template=template,
-            path=path,
-            resume=resume,
-            ordered=ordered,
-            window=window,
+        thread = self.thread
+        options = RowOptions(
+            RequestDefaults(params=plain(params or {}), seed=run_seed, system=system),
             validation=Validation.of(as_checks(validate), tries=tries, tells_error=tell_error),
             cache=CacheConfig(os.fspath(cache), cache_size) if cache is not None else None,
         )
+        results = map_rows(
+            thread, options, rows, template=template, path=path, resume=resume, ordered=ordered, window=window
+        )
         total = len(rows) if isinstance(rows, Sized) else None
         make_bar = (lambda: tqdm(total=total, unit=" rows")) if progress else None
-        return _results_of(self, self.thread, results, make_bar)
+        return _results_of(self, thread, results, make_bar)
 
     @property
     def thread(self) -> EngineThread:

@@ -6,12 +6,11 @@ import json
 import os
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from cbatch.base.errors import ConfigError, RunFailed
-from cbatch.base.request import RequestDefaults
-from cbatch.batch.answer_cache import CacheConfig
 from cbatch.batch.engine_driver import EngineDriver, EngineStream
 from cbatch.batch.lines import Line, LineSpool, RowOptions
 from cbatch.batch.resume import Keyed, ResumePlan
@@ -21,41 +20,22 @@ from cbatch.batch.writer import FileWriter
 from cbatch.engine.thread import EngineThread
 from cbatch.requests.completion import Completion
 from cbatch.requests.prompts import is_table
-from cbatch.validation.validation import Validation
 
 
 def map_rows(
     engine_thread: EngineThread,
-    defaults: RequestDefaults,
+    options: RowOptions,
     rows: Iterable[object],
     *,
-    template: str | os.PathLike[str] | RowTemplate | None = None,
-    path: str | os.PathLike[str] | None = None,
-    resume: bool = False,
-    ordered: bool = True,
-    window: int | None = None,
-    validation: Validation | None = None,
-    cache: CacheConfig | None = None,
+    template: str | os.PathLike[str] | RowTemplate | None,
+    path: str | os.PathLike[str] | None,
+    resume: bool,
+    ordered: bool,
+    window: int | None,
 ) -> Generator[Completion]:
-    """Yields the result of each row, lazily and in bounded memory.
+    """Yields the result of each row, as `Engine.map` describes it.
 
-    rows:     texts, token ids, lists of messages, or dictionaries as the rows of a file; taken on a thread of their
-              own, at most `window` rows ahead of the results that were taken
-    template: makes the prompts: a text with {column} in it, the path of a Jinja template, or a function of the row.
-              Columns other than `id` are data then, whatever their names; a row that the function returns is taken as
-              it is
-    path:     file that gets each result before it is yielded, as `cbatch run -o` writes it
-    resume:   continue a file that an earlier call or `cbatch run` has left; its rows are not computed again
-    ordered:  whether results come in the order of the rows, or as they finish
-    window:   most rows between taking and yielding; None means four times the requests that run at once
-    validation, cache: see `RowOptions`
-
-    A row that is wrong has a result with an error. Leaving the iteration cancels what is in flight; `resume` continues
-    there.
-
-    Raises ConfigError for options that are wrong. While iterating: ConfigError if the file cannot be written, or
-    holds rows that are in the way; EngineError if the engine fails; RunFailed if writing fails; and what `rows` raises,
-    after the results of all rows before it.
+    options: of all rows; a template adds that they have columns
     """
     kind = type(rows).__name__
     if isinstance(rows, str | bytes | Mapping):
@@ -76,7 +56,7 @@ def map_rows(
         template = JinjaTemplate(Path(template))
     elif isinstance(template, str):
         template = PromptTemplate(template)
-    options = RowOptions(defaults, has_columns=template is not None, validation=validation, cache=cache)
+    options = replace(options, has_columns=template is not None)
     driver, lines = EngineDriver(engine_thread), lines_of(rows, template)
     stream = driver.open(options, window=4 * driver.limits.max_seqs if window is None else window)
     if path is None:
