@@ -51,8 +51,7 @@ def write(commands: dict[str, click.Command]) -> str:
         known = set() if command is first else of_first
         own = {group: options for group, options in groups.items() if group not in SHARED}
         same = [f"`{option.opts[-1]}`" for options in own.values() for option in options if line(option) in known]
-        lines = [(group, [option for option in options if line(option) not in known]) for group, options in own.items()]
-        text = "\n\n".join(table(group, options) for group, options in lines if options)
+        text = table({group: [one for one in options if line(one) not in known] for group, options in own.items()})
         if same:
             text += f"\n\nAs in [`cbatch run`](#cbatch-run): {', '.join(same)}."
         if has := [f"[{group}](#{group.lower()})" for group in SHARED if group in groups]:
@@ -60,7 +59,7 @@ def write(commands: dict[str, click.Command]) -> str:
         parts.append(f"## `cbatch {name}`\n\n{text}")
         for group in SHARED:
             if group in groups and not shared[group]:
-                shared[group] = table("", [option for option in groups[group] if option.name not in SAMPLING_FIELDS])
+                shared[group] = table({"": [one for one in groups[group] if one.name not in SAMPLING_FIELDS]})
     shared["Sampling"] += "\n\nAnd those of the [sampling parameters](#sampling-parameters)."
     parts += [f"## {group}\n\n{text}" for group, text in shared.items()]
     parts.append(PARAMETERS + parameters(grouped(first)["Sampling"]))
@@ -89,10 +88,14 @@ def grouped(command: click.Command) -> dict[str, list[click.Option]]:
     return groups
 
 
-def table(title: str, options: list[click.Option]) -> str:
-    lines = [f"**{title}**\n"] if title else []
-    lines += ["| option | default | meaning |", "|---|---|---|"]
-    return "\n".join([*lines, *map(line, options)])
+def table(groups: dict[str, list[click.Option]]) -> str:
+    """Options by the titles of their groups; those without one come first."""
+    lines = ["| option | default | meaning |", "|---|---|---|"]
+    for title in sorted(groups, key=bool):
+        if title and groups[title]:
+            lines.append(f"| **{title}** | | |")
+        lines += map(line, groups[title])
+    return "\n".join(lines)
 
 
 def line(option: click.Option) -> str:
