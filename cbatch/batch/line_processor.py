@@ -61,15 +61,12 @@ class LineProcessor:
         except RequestError as error:
             return self.inputs.refused(row, error, line.source).key
 
-    def failed(self, line: Line, error: RequestError) -> Completion:
-        """The result of a line that nobody serves, whatever is on it."""
-        row = self._row(line)
-        row.key = self.key(line)
-        return Completion(row, error=error)
-
     def process(self, line: Line) -> Request | Completion:
         """A line as a request; or, if anything is wrong with it, its result."""
         row = self._row(line)
+        if line.failure:
+            row.key = self.key(line)
+            return Completion(row, error=RequestError("internal_error", line.failure))
         request = self.inputs.process(row, lambda: line.source)
         if isinstance(request, Completion):
             return request

@@ -29,6 +29,7 @@ class Line:
     data:   None if the line is longer than MAX_LINE_BYTES
     digest: hash of such a line, which goes into its key
     error:  why there is no row, if that is known already; `data` may then hold the row's `id`
+    failure: why its row is not run, whatever is on it; its key is that of the row
     tries:  how many tries earlier runs have given its row
     known:  tokens of the outputs of its row that an earlier run has generated
     max_tokens: what holds for its row if the row says nothing, instead of what the options say; for keys of other runs
@@ -41,6 +42,7 @@ class Line:
     tries: int = 0
     known: tuple[tuple[int, ...], ...] = ()
     max_tokens: int | None = None
+    failure: str = ""
 
     @classmethod
     def of(cls, index: int, data: bytes) -> Line:
@@ -66,7 +68,8 @@ class Line:
 
     def __reduce__(self) -> tuple[type[Line], tuple[object, ...]]:
         # Quicker than what a frozen dataclass does.
-        return Line, (self.index, self.data, self.digest, self.error, self.tries, self.known, self.max_tokens)
+        own = (self.index, self.data, self.digest, self.error, self.tries, self.known, self.max_tokens, self.failure)
+        return Line, own
 
 
 class LineSpool(Iterator[Line]):

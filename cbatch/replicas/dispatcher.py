@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from cbatch.batch.lines import Line
@@ -30,6 +30,7 @@ _PROMPT = re.compile(rb'"(?:messages|prompt|prompt_token_ids|system|tools)"\s*:'
 
 DEATHS_TO_RUN_ALONE = 2
 MAX_DEATHS = 3
+FAILED = f"The row was not finished: the replicas that ran it died {MAX_DEATHS} times."
 
 SLOTS_PER_SUSPECT = 8
 """A replica gets one row that was there at a death for so many rows that it computes at once."""
@@ -66,18 +67,16 @@ class _Hand:
 class Work:
     """The next task of a replica.
 
-    rows:       to compute; `num_copies` of them are in the hands of others too
-    failed:     rows to write off
+    rows:       to compute, or to write off, as they say themselves; `num_copies` of them are in the hands of others too
     cancelled:  indices of rows not to go on with
     """
 
     rows: list[Line]
-    failed: list[Line]
     cancelled: list[int]
     num_copies: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.rows or self.failed or self.cancelled)
+        return bool(self.rows or self.cancelled)
 
 
 class Dispatcher:
@@ -133,13 +132,16 @@ class Dispatcher:
         """The next task of the replica; the rows are in its hands now."""
         hand = self._hands[number]
         cancelled, hand.cancelled = hand.cancelled, []
-        failed = [self._failed.popleft() for _ in range(min(len(self._failed), hand.slots))]
-        rows = [] if failed else self._choose(number, hand)  # whatever killed three may kill once more
+        rows = [self._failed.popleft() for _ in range(min(len(self._failed), hand.slots))]
+        lines = [replace(row.line, failure=FAILED) for row in rows]
+        if not rows:  # whatever killed three may kill once more
+            rows = self._choose(number, hand)
+            lines = [row.line for row in rows]
         num_copies = sum(bool(row.holders) for row in rows)
-        for row in (*failed, *rows):
+        for row in rows:
             row.holders.append(number)
             hand.rows[row.index] = now
-        return Work([row.line for row in rows], [row.line for row in failed], cancelled, num_copies)
+        return Work(lines, cancelled, num_copies)
 
     def finish(self, number: int, index: int) -> tuple[Row, float] | None:
         """A replica has answered for a row.

@@ -14,7 +14,7 @@ from typing import Any
 
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
-from cbatch.base.errors import EngineError, RequestError
+from cbatch.base.errors import EngineError
 from cbatch.batch.engine_driver import EngineStream
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.lines import Line, RowOptions
@@ -30,7 +30,6 @@ from cbatch.replicas.connection import (
     ReplicaLauncher,
     Reply,
 )
-from cbatch.requests.completion import Timing
 from cbatch.runtime.cpu import tune_process
 
 
@@ -68,18 +67,6 @@ class Replica:
         """
         self.close()
         self._batch = _Batch(self._engine, options)
-
-    def failed(self, lines: list[Line], message: str) -> list[FinishedRow]:
-        """Error rows (`internal_error`) for lines of this batch that are not to be run."""
-        assert self._batch is not None, "begin comes first"
-        rows = []
-        for line in lines:
-            row, now = Row(0, line.index), time.monotonic()
-            completion = self._batch.lines.failed(line, RequestError("internal_error", message))
-            completion.timing = Timing(now, finished_at=now)
-            row.finish(completion)
-            rows.append((row.index, row.data, row.outcome))
-        return rows
 
     def exchange(
         self, rows: list[Line], cancelled: list[int], wait_s: float, linger_s: float = LINGER_SECONDS
@@ -160,8 +147,7 @@ class _Batch:
     """
 
     def __init__(self, engine: Engine, options: RowOptions) -> None:
-        self.lines = LineProcessor.of(engine.core, options)
-        self.stream = EngineStream(engine.thread, self.lines, window=sys.maxsize)
+        self.stream = EngineStream(engine.thread, LineProcessor.of(engine.core, options), window=sys.maxsize)
         self._given: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
         self._finished = self.stream.finished(iter(self._given.get, None))
         self._ready: deque[Row] = deque()

@@ -30,8 +30,6 @@ WAIT_SECONDS, STARVING_WAIT_SECONDS = 0.2, 0.05
 STOP_SECONDS = 0.8
 """How long the end of a batch waits for the rows that replicas have finished by then."""
 
-FAILED = f"The row was not finished: the replicas that ran it died {MAX_DEATHS} times."
-
 
 class Delivery(NamedTuple):
     """The result of an exchange: rows, and the number of tokens generated since the one before."""
@@ -161,18 +159,16 @@ class ReplicaStream(RowStream, Job):
             life.num_copies += work.num_copies
             life.runs_alone = self._dispatcher.runs_alone(number)
             wait_s = 0.0
-            if self._dispatcher.num_held(number) and not work.failed:
+            if self._dispatcher.num_held(number):
                 is_starving = self._dispatcher.is_starving(number)
                 wait_s = max(STARVING_WAIT_SECONDS if is_starving else WAIT_SECONDS, self._linger_s)
-        if work.failed:
-            self._deliver(life, life.call("failed", work.failed, FAILED), self._num_tokens[number], are_counted=False)
         reply = life.exchange(work.rows, work.cancelled, wait_s, self._linger_s)
         self._deliver(life, reply.finished, reply.num_tokens)
         with self._shared.lock:
             num_held = self._dispatcher.num_held(number)
         life.check(reply, num_held)
 
-    def _deliver(self, life: Life, finished: list[FinishedRow], num_tokens: int, are_counted: bool = True) -> None:
+    def _deliver(self, life: Life, finished: list[FinishedRow], num_tokens: int) -> None:
         """Sends the consumer the rows of a reply that nobody has finished before.
 
         They are counted first: whoever has the last row of a batch sees all of them in the figures.
@@ -190,7 +186,6 @@ class ReplicaStream(RowStream, Job):
                 rows.append(row)
         new_tokens = num_tokens - self._num_tokens[life.number]
         self._num_tokens[life.number] = num_tokens
-        if are_counted:
-            life.num_rows += len(rows)
+        life.num_rows += sum(row.deaths < MAX_DEATHS for row in rows)
         if rows or new_tokens:
             self._inbox.put(Delivery(rows, new_tokens))

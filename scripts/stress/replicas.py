@@ -24,8 +24,8 @@ import torch
 
 from cbatch.api import Engine
 from cbatch.batch.engine_driver import EngineDriver
+from cbatch.replicas.dispatcher import FAILED
 from cbatch.replicas.driver import ReplicaDriver
-from cbatch.replicas.stream import FAILED
 from tests.support.replica_runs import (
     CONFIG,
     ROWS_OF_KILL,

@@ -82,7 +82,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     def check(self, number: int, before: set[int], work: Work) -> None:
         waiting, hand = self.waiting, self.hands[number]
-        rows, failed = [line.index for line in work.rows], [line.index for line in work.failed]
+        rows, failed = ([line.index for line in work.rows if bool(line.failure) is is_off] for is_off in (False, True))
         copies = [index for index in rows if index not in waiting]
         assert len(copies) == work.num_copies and not hand & {*rows, *failed}
         if copies:

@@ -28,8 +28,9 @@ from cbatch.isolate.worker import WorkerDied
 from cbatch.replicas import driver as driver_module
 from cbatch.replicas import supervisor as supervisor_module
 from cbatch.replicas.connection import LINGER_SECONDS, MAX_REPLIES_PER_S, ReplicaInfo, Reply, linger_s
+from cbatch.replicas.dispatcher import FAILED
 from cbatch.replicas.driver import ReplicaDriver
-from cbatch.replicas.stream import FAILED, ReplicaStream
+from cbatch.replicas.stream import ReplicaStream
 from cbatch.replicas.supervisor import Life
 from tests.support.fake_replicas import INFO, LIMITS, FakeConnection, FakeLauncher, row_of, wait_until
 

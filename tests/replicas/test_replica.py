@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -132,7 +133,7 @@ def test_a_failed_row_has_the_key_that_it_would_have_had(replica: Replica) -> No
     """Guards --resume --retry-errors: the error row of a row that killed its replicas belongs to the same line."""
     given = [Line(4, b'{"id": "x", "prompt": "a"}')]
     replica.begin(OPTIONS)
-    ((index, data, outcome),) = replica.failed(given, "it died")
+    ((index, data, outcome),) = replica.exchange([replace(given[0], failure="it died")], [], 5.0).finished
     row = json.loads(data)
     assert (index, row["id"], row["error"]["code"]) == (4, "x", "internal_error") and "died" in row["error"]["message"]
     assert [row["key"]] == replica.keys(OPTIONS, given) and outcome.error_code == "internal_error"

@@ -123,9 +123,6 @@ class FakeConnection:
     def _close(self) -> None:
         self.held = {}
 
-    def _failed(self, lines: list[Line], message: str) -> list[FinishedRow]:
-        return [(line.index, row_of(line), RowOutcome("internal_error", message)) for line in lines]
-
     def _exchange(self, rows: list[Line], cancelled: list[int], wait_s: float, linger_s: float) -> Reply:
         self.lingered_s.add(linger_s)
         self.held |= {line.index: line for line in rows}
@@ -143,9 +140,12 @@ class FakeConnection:
 
     def _compute(self) -> Iterator[FinishedRow]:
         """The rows that finish in this exchange."""
-        running = [line for line in self.held.values() if b"stuck" not in (line.data or b"")][: self.launcher.at_once]
-        for line in running:
+        running = [line for line in self.held.values() if line.failure or b"stuck" not in (line.data or b"")]
+        for line in running[: self.launcher.at_once]:
             data = line.data or b""
+            if line.failure:
+                yield line.index, row_of(line), RowOutcome("internal_error", line.failure)
+                continue
             if b"poison" in data:
                 raise WorkerDied("killed by signal 9 (Killed)")
             if b"hang" in data and self.life == 1:
