@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -16,7 +17,7 @@ from torch import Tensor
 from cbatch.kernels import operands
 from cbatch.kernels.cpu import recurrent
 from cbatch.kernels.cpu.norm import NO_NORM, RMS_NORM, NormParams
-from cbatch.kernels.cpu.recurrent import ConvolutionParams, DeltaParams, Recurrence, ScanParams
+from cbatch.kernels.cpu.recurrent import Recurrence
 from cbatch.kernels.cpu.tensors import as_array
 from cbatch.kernels.cpu.thread_pool import ThreadPool
 from cbatch.kernels.cpu.work_queue import Worker
@@ -29,8 +30,10 @@ TORCH = bound_kernels.BoundKernels(by_torch())
 pytestmark = pytest.mark.kernels
 
 Array = NDArray[Any]
-NAMES = "convolve", "gated_delta", "selective_scan", "gated_norm", "block_width"
-convolve, gated_delta, scan, norm_and_gate, width_of = (callable_kernel(getattr(recurrent, name)) for name in NAMES)
+NAMES = "convolve", "step_deltas", "step_scans", "gated_norm", "block_width"
+convolve, step_deltas, step_scans, norm_and_gate, width_of = (
+    callable_kernel(getattr(recurrent, name)) for name in NAMES
+)
 NOTHING = np.empty(0, np.float32)
 LENGTHS = [1, 23, 1, 7, 2]
 SLOTS = [6, 1, 4, 2, 9]
@@ -41,6 +44,15 @@ NUM_SLOTS = 10
 
 def draw(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def record(**fields: float | Tensor) -> tuple[Any, Array]:
+    """The record of an instruction over the only state of a step, and the vectors that its tensors are."""
+    places, vectors = dict[str, Any](state=0), list[Array]()
+    for name, value in fields.items():
+        places[name] = sum(map(len, vectors)) if isinstance(value, Tensor) else value
+        vectors += [value.flatten().numpy()] if isinstance(value, Tensor) else []
+    return namedtuple("Record", places)(**places), np.concatenate(vectors)  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
@@ -71,9 +83,11 @@ def a_convolution(channels: int, kernel: int, *, gates: bool) -> Operation:
     weight, bias = draw(channels, kernel, seed=1), draw(channels, seed=2)
     settings = bound_kernels.convolution(weight, None if gates else bias, "none" if gates else "silu")
     places = (2 * channels, 0, channels) if gates else (5, -1, -1)
-    params = ConvolutionParams(
-        weight.T.contiguous().numpy(), NOTHING if gates else bias.numpy(), int(not gates), *places
-    )
+    start, input_gate, output_gate = places
+    op = record(
+        kernel=kernel, channels=channels, weight=weight.T, bias=-1 if gates else bias, is_silu=int(not gates),
+        start=start, input_gate=input_gate, output_gate=output_gate,
+    )  # fmt: skip
 
     def reference(source: Tensor, state: Tensor, recurrence: operands.Recurrence, out: Tensor) -> None:
         part, *factors = (source[:, at : at + channels] if at >= 0 else None for at in places)
@@ -81,7 +95,7 @@ def a_convolution(channels: int, kernel: int, *, gates: bool) -> Operation:
         TORCH.convolve(part, settings, state, recurrence, out, *factors)
 
     def run(worker: Worker, recurrence: Recurrence, source: Array, out: Array) -> None:
-        convolve(worker, 0, recurrence, 0, params, source, out, out)
+        convolve(worker, 0, *op, recurrence, source, out, out)
 
     columns, shape = 3 * channels if gates else channels + 7, (channels, kernel - 1)
     return Operation(columns, channels, shape, lambda state: state.transpose(1, 2), reference, run)
@@ -90,15 +104,17 @@ def a_convolution(channels: int, kernel: int, *, gates: bool) -> Operation:
 def a_delta_rule(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Operation:
     decay, bias = -draw(value_heads, seed=1).sub(3).exp(), draw(value_heads, seed=2)
     heads = bound_kernels.delta_rule(key_heads, value_heads, key_dim, value_dim, decay, bias)
-    params = DeltaParams(key_heads, value_heads, key_dim, value_dim, decay.numpy(), bias.numpy())
-    inner = 2 * key_heads * key_dim + value_heads * value_dim
+    sizes = {"groups": key_heads, "heads": value_heads, "keys": key_dim, "columns": value_dim}
+    op, values = record(**sizes, decay=decay, decay_bias=bias), 2 * key_heads * key_dim
+    inner = values + value_heads * value_dim
 
     def reference(source: Tensor, state: Tensor, recurrence: operands.Recurrence, out: Tensor) -> None:
         TORCH.gated_delta(source[:, :inner], source[:, inner:], heads, state, recurrence, out)
 
     def run(worker: Worker, recurrence: Recurrence, source: Array, out: Array) -> None:
         controls = np.ascontiguousarray(source[:, inner:])
-        gated_delta(worker, 0, recurrence, 0, params, np.ascontiguousarray(source[:, :inner]), controls, out)
+        mixed = np.ascontiguousarray(source[:, :inner])
+        step_deltas(worker, 0, *op, recurrence, 0, values, mixed, controls, 0, out)
 
     shape = (value_heads, key_dim, value_dim)
     return Operation(inner + 2 * value_heads, value_heads * value_dim, shape, blocks_of, reference, run)
@@ -108,7 +124,9 @@ def a_scan(heads: int, head_dim: int, groups: int, state_size: int) -> Operation
     decay, bias, skip = -draw(heads, seed=1).sub(3).exp(), draw(heads, seed=2), draw(heads, seed=3)
     limits = 0.1, 1.5
     settings = bound_kernels.scan(heads, head_dim, groups, state_size, decay, bias, skip, *limits)
-    params = ScanParams(heads, head_dim, groups, state_size, decay.numpy(), bias.numpy(), skip.numpy(), *limits)
+    sizes = {"heads": heads, "columns": head_dim, "groups": groups, "keys": state_size}
+    low, high = map(np.float32, limits)
+    op = record(**sizes, decay=decay, step_bias=bias, skip=skip, step_min=low, step_max=high)
     inner = heads * head_dim + 2 * groups * state_size
 
     def reference(source: Tensor, state: Tensor, recurrence: operands.Recurrence, out: Tensor) -> None:
@@ -116,7 +134,7 @@ def a_scan(heads: int, head_dim: int, groups: int, state_size: int) -> Operation
         TORCH.selective_scan(source[:, :inner], steps, settings, state, recurrence, out)
 
     def run(worker: Worker, recurrence: Recurrence, source: Array, out: Array) -> None:
-        scan(worker, 0, recurrence, 0, params, source, source, inner + 3, out)
+        step_scans(worker, 0, *op, recurrence, heads * head_dim, 0, source, source, inner + 3, out)
 
     shape, stored = (heads, head_dim, state_size), lambda state: blocks_of(state.transpose(2, 3))
     return Operation(inner + 3 + heads, heads * head_dim, shape, stored, reference, run)

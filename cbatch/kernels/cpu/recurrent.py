@@ -32,7 +32,7 @@ from cbatch.kernels.cpu.emit import (
     switch,
 )
 from cbatch.kernels.cpu.fast_math import exp, from_float32, silu, to_float32
-from cbatch.kernels.cpu.jit import HAS_AVX512, inlined, kernel
+from cbatch.kernels.cpu.jit import HAS_AVX512, inlined, kernel, view_as
 from cbatch.kernels.cpu.matmul.microkernel import prefetch, read_broadcast
 from cbatch.kernels.cpu.norm import NormParams, normalize
 from cbatch.kernels.cpu.softmax import load_floats, store_floats
@@ -92,10 +92,10 @@ def new_recurrence(batch: RaggedBatch, memory: NDArray[Any], layout: NDArray[np.
 
 
 @inlined
-def with_memory(recurrence: Recurrence, memory: Any) -> Recurrence:
-    """The same with its memory as numbers."""
-    _, layout, starts, slots, counts, targets = recurrence
-    return Recurrence(memory, layout, starts, slots, counts, targets)
+def as_numbers(recurrence: Recurrence, like: Any) -> Recurrence:
+    """The same with its memory as numbers of the type of `like`."""
+    memory, layout, starts, slots, counts, targets = recurrence
+    return Recurrence(view_as(memory, like), layout, starts, slots, counts, targets)
 
 
 @inlined
@@ -129,23 +129,6 @@ def _prefetch_row(rows: Any, row: int, column: int, width: int) -> None:
 @kernel
 def _softplus(x: Any) -> Any:
     return np.log1p(exp(-abs(x))) + max(x, np.float32(0))
-
-
-class ConvolutionParams(NamedTuple):
-    """A convolution over the tokens of each sequence, channel by channel.
-
-    weight:  [kernel, channels]; the last row is for the token itself
-    bias:    [channels], or empty
-    is_silu: whether silu comes after it
-    start, input_gate, output_gate: first columns of the source; -1 for no gate
-    """
-
-    weight: NDArray[np.float32]
-    bias: NDArray[np.float32]
-    is_silu: int
-    start: int
-    input_gate: int
-    output_gate: int
 
 
 @kernel
@@ -190,16 +173,15 @@ def _keep_last(
 
 @kernel
 def _convolve_chunk(
-    recurrence: Recurrence, state: int, chunk: int, left: int, width: int, params: ConvolutionParams, source: Any,
-    sums: Any, out: Any,
-) -> None:  # fmt: skip
+    op: Any, vectors: Any, recurrence: Recurrence, chunk: int, left: int, width: int, source: Any, sums: Any, out: Any
+) -> None:
     """The channels from `left` of a chunk."""
-    kernel_size, channels = params.weight.shape
-    first, stop, column = recurrence.starts[chunk], recurrence.starts[chunk + 1], params.start + left
-    before = _state_of(recurrence, state, recurrence.slots[chunk])
-    if params.input_gate >= 0:  # in place: what a state keeps and what a token uses are the same bits
+    channels, weight, bias = op.channels, vectors[op.weight + left :], vectors[op.bias + left :]
+    first, stop, column = recurrence.starts[chunk], recurrence.starts[chunk + 1], op.start + left
+    before = _state_of(recurrence, op.state, recurrence.slots[chunk])
+    if op.input_gate >= 0:  # in place: what a state keeps and what a token uses are the same bits
         for row in range(first, stop):
-            x, gate = source[row, column : column + width], source[row, params.input_gate + left :][:width]
+            x, gate = source[row, column : column + width], source[row, op.input_gate + left :][:width]
             for i in range(width):
                 x[i] *= gate[i]
     for row in range(first, stop):
@@ -207,41 +189,40 @@ def _convolve_chunk(
         _prefetch_row(sums, row + _ROWS_AHEAD, left, width)
         total = sums[row, left : left + width]
         for i in range(width):
-            total[i] = params.bias[left + i] if len(params.bias) else np.float32(0)
-        for tap in range(kernel_size):
-            weight, seen = params.weight[tap, left : left + width], row - kernel_size + 1 + tap
+            total[i] = bias[i] if op.bias >= 0 else np.float32(0)
+        for tap in range(op.kernel):
+            seen = row - op.kernel + 1 + tap
             if seen < first:
-                start = (kernel_size - 1 + seen - first) * channels + left
-                _add_tap(weight, before[start : start + width], before, total)
+                start = (op.kernel - 1 + seen - first) * channels + left
+                _add_tap(weight[tap * channels :], before[start : start + width], before, total)
             else:
-                _add_tap(weight, source[seen, column : column + width], before, total)
-        gate = source[row, params.output_gate + left :][:width] if params.output_gate >= 0 else source[row, :0]
-        _finish_row(total, params.is_silu, gate, out[row, left : left + width])
+                _add_tap(weight[tap * channels :], source[seen, column : column + width], before, total)
+        gate = source[row, op.output_gate + left :][:width] if op.output_gate >= 0 else source[row, :0]
+        _finish_row(total, op.is_silu, gate, out[row, left : left + width])
     count = recurrence.snapshot_counts[chunk]
     copied_to = _snapshot_slot(recurrence, chunk, count)
     if copied_to >= 0:
-        copy = _state_of(recurrence, state, copied_to)
+        copy = _state_of(recurrence, op.state, copied_to)
         _keep_last(source, first, count, column, left, width, channels, before, copy)
     _keep_last(source, first, stop - first, column, left, width, channels, before, before)
 
 
 @kernel
 def convolve(
-    worker: Worker, phase: int, recurrence: Recurrence, state: int, params: ConvolutionParams, source: Any, sums: Any,
-    out: Any,
-) -> int:  # fmt: skip
+    worker: Worker, phase: int, op: Any, vectors: Any, recurrence: Recurrence, source: Any, sums: Any, out: Any
+) -> int:
     """out [T, channels] = the convolution of columns of the source (see `ShortConvolution`).
 
     Within a slot, the state is [kernel - 1, channels]. An input gate changes the source.
 
+    op:   its record, whose weight is [kernel, channels]; the last row is for the token itself
     sums: [T, channels] float32 memory, maybe `out`
     """
-    channels = params.weight.shape[1]
-    parts = -(-channels // _CHANNELS)
+    parts = -(-op.channels // _CHANNELS)
     for task in claimed(worker, phase, (len(recurrence.starts) - 1) * parts):
         left = task % parts * _CHANNELS
-        width = min(_CHANNELS, channels - left)
-        _convolve_chunk(recurrence, state, task // parts, left, width, params, source, sums, out)
+        width = min(_CHANNELS, op.channels - left)
+        _convolve_chunk(op, vectors, recurrence, task // parts, left, width, source, sums, out)
     return phase + 1
 
 
@@ -316,40 +297,8 @@ def _step_block(like: Any, width: Value, addresses: list[Value], factors: list[V
     switch(width, {panels * LANES: partial(emit, like, range(panels), addresses, factors) for panels in _PANELS})
 
 
-class DeltaParams(NamedTuple):
-    """The heads of a gated delta rule (see `GatedDelta` in `model/ops`), as those of a scan, each with such a state.
-
-    groups:      heads of queries and keys
-    decay, bias: [heads]; the decay is -exp(decay_log)
-    """
-
-    groups: int
-    heads: int
-    keys: int
-    columns: int
-    decay: NDArray[np.float32]
-    bias: NDArray[np.float32]
-
-
-class ScanParams(NamedTuple):
-    """The heads of a scan (see `SelectiveScan` in `model/ops`), each with a state [keys, columns].
-
-    decay, bias, skip: [heads]; the decay is -exp(decay_log)
-    """
-
-    heads: int
-    columns: int
-    groups: int
-    keys: int
-    decay: NDArray[np.float32]
-    bias: NDArray[np.float32]
-    skip: NDArray[np.float32]
-    step_min: float
-    step_max: float
-
-
 @kernel
-def _delta_factors(params: DeltaParams, query: Any, key: Any, controls: Any, head: int) -> Any:
+def _delta_factors(op: Any, vectors: Any, query: Any, key: Any, controls: Any, head: int) -> Any:
     """Those of a token, for `_emit_delta`."""
     queries, keys, both = np.float32(0), np.float32(0), np.float32(0)
     for i in range(len(key)):
@@ -359,15 +308,15 @@ def _delta_factors(params: DeltaParams, query: Any, key: Any, controls: Any, hea
     unit = np.float32(1) / np.sqrt(keys + np.float32(1e-6))
     scale = np.float32(1) / np.sqrt((queries + np.float32(1e-6)) * np.float32(len(key)))
     rate = np.float32(1) / (np.float32(1) + exp(-controls[head]))
-    decay = exp(params.decay[head] * _softplus(controls[params.heads + head] + params.bias[head]))
+    decay = exp(vectors[op.decay + head] * _softplus(controls[op.heads + head] + vectors[op.decay_bias + head]))
     return decay, rate, decay * unit, decay * scale, scale * unit * both, unit
 
 
 @kernel
-def _scan_factors(params: ScanParams, b: Any, c: Any, controls: Any, head: int) -> Any:
-    step = _softplus(controls[head] + params.bias[head])
-    step = min(max(step, np.float32(params.step_min)), np.float32(params.step_max))
-    return exp(params.decay[head] * step), step, params.skip[head]
+def _scan_factors(op: Any, vectors: Any, b: Any, c: Any, controls: Any, head: int) -> Any:
+    step = _softplus(controls[head] + vectors[op.step_bias + head])
+    step = min(max(step, op.step_min), op.step_max)
+    return exp(vectors[op.decay + head] * step), step, vectors[op.skip + head]
 
 
 def _stepping(factors_of: Callable[..., Any]) -> Callable[..., int]:
@@ -375,25 +324,26 @@ def _stepping(factors_of: Callable[..., Any]) -> Callable[..., int]:
 
     @kernel
     def step_states(
-        worker: Worker, phase: int, recurrence: Recurrence, state: int, params: Any, at_keys: int, at_columns: int,
+        worker: Worker, phase: int, op: Any, vectors: Any, recurrence: Recurrence, at_keys: int, at_columns: int,
         source: Any, controls: Any, control: int, out: Any,
     ) -> int:  # fmt: skip
-        """Steps the states of all chunks.
+        """out [T, heads * columns] = what the states [keys, columns] of all heads give, after a step for each token.
 
+        op:                  a record of an instruction; `columns` is a multiple of 16, the decay is -exp(decay_log)
         at_keys, at_columns: where in the source there are two times [groups, keys], and [heads, columns]
         control:             where in the controls those of the heads begin
         """
-        keys, width = params.keys, block_width(params.columns)
-        parts, size = params.columns // width, keys * width
-        per_chunk = params.heads * parts
+        keys, width = op.keys, block_width(op.columns)
+        parts, size = op.columns // width, keys * width
+        per_chunk = op.heads * parts
         for task in claimed(worker, phase, (len(recurrence.starts) - 1) * per_chunk):
             chunk, head = task // per_chunk, task % per_chunk // parts
             first, stop = recurrence.starts[chunk], recurrence.starts[chunk + 1]
-            column = head * params.columns + task % parts * width
+            column = head * op.columns + task % parts * width
             begin, value = column * keys, at_columns + column
-            one = at_keys + head // (params.heads // params.groups) * keys
-            other = one + params.groups * keys
-            memory = _state_of(recurrence, state, recurrence.slots[chunk])[begin : begin + size]
+            one = at_keys + head // (op.heads // op.groups) * keys
+            other = one + op.groups * keys
+            memory = _state_of(recurrence, op.state, recurrence.slots[chunk])[begin : begin + size]
             for row in range(first, stop):
                 for at, numbers in ((one, keys), (other, keys), (value, width)):
                     _prefetch_row(source, row + _ROWS_AHEAD, at, numbers)
@@ -402,43 +352,18 @@ def _stepping(factors_of: Callable[..., Any]) -> Callable[..., int]:
                     memory.ctypes.data, keys, query.ctypes.data, key.ctypes.data, source[row, value:].ctypes.data,
                     out[row, column:].ctypes.data,
                 )  # fmt: skip
-                factors = factors_of(params, query, key, controls[row, control:], head)
+                factors = factors_of(op, vectors, query, key, controls[row, control:], head)
                 _step_block(memory[0], width, addresses, factors)
                 copied_to = _snapshot_slot(recurrence, chunk, row + 1 - first)
                 if copied_to >= 0:
-                    _copy_numbers(memory, _state_of(recurrence, state, copied_to)[begin : begin + size])
+                    _copy_numbers(memory, _state_of(recurrence, op.state, copied_to)[begin : begin + size])
         return phase + 1
 
     return step_states
 
 
-_step_deltas, _step_scans = _stepping(_delta_factors), _stepping(_scan_factors)
-
-
-@kernel
-def gated_delta(
-    worker: Worker, phase: int, recurrence: Recurrence, state: int, params: DeltaParams, source: Any, controls: Any,
-    out: Any,
-) -> int:  # fmt: skip
-    """out [T, heads * columns] = the gated delta rule over queries, keys and values (see `GatedDelta`).
-
-    controls: [T, 2 * heads] b, then a; columns is a multiple of 16
-    """
-    at = 2 * params.groups * params.keys
-    return _step_deltas(worker, phase, recurrence, state, params, 0, at, source, controls, 0, out)
-
-
-@kernel
-def selective_scan(
-    worker: Worker, phase: int, recurrence: Recurrence, state: int, params: ScanParams, source: Any, steps: Any,
-    start: int, out: Any,
-) -> int:  # fmt: skip
-    """out [T, heads * columns] = the scan of x, B and C, side by side in the source (see `SelectiveScan`).
-
-    steps: [T, ...], of which `heads` columns from `start` are the step; columns is a multiple of 16
-    """
-    at = params.heads * params.columns
-    return _step_scans(worker, phase, recurrence, state, params, at, 0, source, steps, start, out)
+step_deltas, step_scans = _stepping(_delta_factors), _stepping(_scan_factors)
+"""Of gated delta rules (see `GatedDelta`), whose keys are queries and keys, and of scans (see `SelectiveScan`)."""
 
 
 @kernel

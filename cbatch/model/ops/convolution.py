@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cbatch.kernels.cpu.jit import view_as
-from cbatch.kernels.cpu.program import BUFFER, elements_of, floats_of, instruction, vector_of
-from cbatch.kernels.cpu.recurrent import ConvolutionParams, with_memory
+from cbatch.kernels.cpu.program import BUFFER, elements_of, floats_of, instruction
+from cbatch.kernels.cpu.recurrent import as_numbers
 from cbatch.kernels.cpu.recurrent import convolve as convolve_chunks
 from cbatch.kernels.cpu.work_queue import Worker
 from cbatch.kernels.operands import Recurrence
@@ -114,12 +113,8 @@ def convolve_by_channel(
 )  # fmt: skip
 def convolve(worker: Worker, phase: int, op: Any, step: Any) -> int:
     """sums: memory; is_element: whether the target goes into a product, else it is the same memory"""
-    taps = vector_of(step.weights, op.weight, op.kernel * op.channels).reshape(op.kernel, op.channels)
-    bias = vector_of(step.weights, op.bias, op.channels)
-    params = ConvolutionParams(taps, bias, op.is_silu, op.start, op.input_gate, op.output_gate)
-    states = with_memory(step.recurrence, view_as(step.recurrence.memory, op.state_type))
+    states, vectors = as_numbers(step.recurrence, op.state_type), step.weights.vectors
     source, sums = floats_of(step, op.source), floats_of(step, op.sums)
     if op.is_element:
-        out = elements_of(step, op.target)
-        return convolve_chunks(worker, phase, states, op.state, params, source, sums, out)
-    return convolve_chunks(worker, phase, states, op.state, params, source, sums, sums)
+        return convolve_chunks(worker, phase, op, vectors, states, source, sums, elements_of(step, op.target))
+    return convolve_chunks(worker, phase, op, vectors, states, source, sums, sums)

@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from cbatch.kernels.cpu.fast_math import from_float32, to_float32
 from cbatch.kernels.cpu.jit import inlined
-from cbatch.kernels.cpu.matmul.experts import (
-    ExpertMatrix,
-    RouterParams,
-    Routing,
-    combine_rows,
-    expert_matmul,
-    gather_rows,
-)
-from cbatch.kernels.cpu.matmul.experts import route as route_rows
+from cbatch.kernels.cpu.matmul.experts import Routing, choose, expert_matmul, sort_pairs
 from cbatch.kernels.cpu.matmul.linear import ACTIVATED, GATED, WRITE
 from cbatch.kernels.cpu.matmul.microkernel import pad_columns
 from cbatch.kernels.cpu.program import (
@@ -30,9 +24,8 @@ from cbatch.kernels.cpu.program import (
     floats_of,
     instruction,
     matrix_of,
-    vector_of,
 )
-from cbatch.kernels.cpu.work_queue import Worker
+from cbatch.kernels.cpu.work_queue import Worker, claimed
 from cbatch.kernels.operands import ExpertWeights
 from cbatch.kernels.operands import Routing as DeviceRouting
 from cbatch.model.base import ALL_EXPERTS_READ
@@ -277,23 +270,31 @@ def routing_of(op: Any, tokens: int, memory: RoutingMemory) -> Routing:
     "epsilon least_sum factor", source=BUFFER,
 )  # fmt: skip
 def choose_experts(worker: Worker, phase: int, op: Any, step: Any) -> int:
-    weights, experts = step.weights, op.num_experts
-    source, memory = elements_of(step, op.source), step.buffers.routing
-    router = RouterParams(
-        weights.vectors[op.weight : op.weight + experts * op.depth].reshape(experts, op.depth),
-        vector_of(weights, op.bias, experts), vector_of(weights, op.choice_bias, experts),
-        vector_of(weights, op.expert_scales, experts), op.top_k, op.scores, op.groups, op.top_groups, op.group_score,
-        op.normalize, op.epsilon, op.least_sum, op.factor,
-    )  # fmt: skip
-    return route_rows(worker, phase, source, router, routing_of(op, len(source), memory), memory.scratch)
+    source, memory, vectors = elements_of(step, op.source), step.buffers.routing, step.weights.vectors
+    routing = routing_of(op, len(source), memory)
+    for task in claimed(worker, phase, len(source)):
+        scratch, chosen, weights = memory.scratch[worker.thread], routing.chosen[task], routing.weights[task]
+        choose(op, vectors, source[task], scratch, chosen, weights)
+    for _ in claimed(worker, phase + 1, 1):
+        sort_pairs(routing)
+    return phase + 2
 
 
 @instruction("top_k num_experts weigh_input", source=BUFFER, target=BUFFER)
 def gather_for_experts(worker: Worker, phase: int, op: Any, step: Any) -> int:
-    """The source of each pair of a token and an expert."""
-    source, rows = elements_of(step, op.source), elements_of(step, op.target)
-    tokens, routing = len(source), routing_of(op, len(source), step.buffers.routing)
-    return gather_rows(worker, phase, source, routing, op.weigh_input, rows.reshape(tokens * op.top_k, op.source.width))
+    """The source of each pair of a token and an expert, times its weight if `weigh_input`."""
+    source, target, tokens = elements_of(step, op.source), elements_of(step, op.target), len(step.inputs.ids)
+    rows, routing = target.reshape(tokens * op.top_k, op.source.width), routing_of(op, tokens, step.buffers.routing)
+    for task in claimed(worker, phase, tokens):
+        for k in range(op.top_k):
+            row, weight = rows[routing.places[task, k]], routing.weights[task, k]
+            if op.weigh_input:
+                for i in range(len(row)):
+                    row[i] = from_float32(weight * to_float32(source[task, i]), rows)
+            else:
+                for i in range(len(row)):
+                    row[i] = source[task, i]
+    return phase + 1
 
 
 @instruction(
@@ -303,19 +304,29 @@ def expert_product(worker: Worker, phase: int, op: Any, step: Any) -> int:
     """stride, columns: how far apart the matrices of experts are, in bytes, and their biases"""
     tokens, workspace = len(step.inputs.ids), step.buffers.linear
     pairs, width, columns = tokens * op.top_k, op.source.width // op.top_k, op.target.width // op.top_k
-    source = elements_of(step, op.source).reshape(pairs, width)
-    matrix = ExpertMatrix(matrix_of(step.weights, op.matrix), op.stride, op.columns)
+    source, first = elements_of(step, op.source).reshape(pairs, width), matrix_of(step.weights, op.matrix)
     activation, routing = activation_of(step.weights, op.activation), routing_of(op, tokens, step.buffers.routing)
     if op.mode == WRITE:
         out = floats_of(step, op.target).reshape(pairs, columns)
-        return expert_matmul(worker, phase, source, routing, matrix, out, op.mode, activation, workspace)
+        return expert_matmul(worker, phase, op, source, routing, first, out, activation, workspace)
     activated = elements_of(step, op.target).reshape(pairs, columns)
-    return expert_matmul(worker, phase, source, routing, matrix, activated, op.mode, activation, workspace)
+    return expert_matmul(worker, phase, op, source, routing, first, activated, activation, workspace)
 
 
 @instruction("top_k num_experts weigh_input add", "factor", source=BUFFER, target=BUFFER)
 def combine_experts(worker: Worker, phase: int, op: Any, step: Any) -> int:
-    tokens = len(step.inputs.ids)
+    """The sum of each token's rows, times their weights unless those have multiplied what went in."""
+    tokens, out = len(step.inputs.ids), floats_of(step, op.target)
     rows = floats_of(step, op.source).reshape(tokens * op.top_k, op.source.width // op.top_k)
-    routing, out = routing_of(op, tokens, step.buffers.routing), floats_of(step, op.target)
-    return combine_rows(worker, phase, rows, routing, 1 - op.weigh_input, op.factor, op.add, out)
+    routing = routing_of(op, tokens, step.buffers.routing)
+    for task in claimed(worker, phase, tokens):
+        target = out[task]
+        if not op.add:
+            for i in range(len(target)):
+                target[i] = np.float32(0)
+        for k in range(op.top_k):
+            row = rows[routing.places[task, k]]
+            weight = op.factor if op.weigh_input else op.factor * routing.weights[task, k]
+            for i in range(len(target)):
+                target[i] += weight * row[i]
+    return phase + 1

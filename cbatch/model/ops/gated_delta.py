@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cbatch.kernels.cpu.jit import view_as
-from cbatch.kernels.cpu.program import BUFFER, floats_of, instruction, vector_of
-from cbatch.kernels.cpu.recurrent import DeltaParams, with_memory
-from cbatch.kernels.cpu.recurrent import gated_delta as delta_chunks
+from cbatch.kernels.cpu.program import BUFFER, floats_of, instruction
+from cbatch.kernels.cpu.recurrent import as_numbers, step_deltas
 from cbatch.kernels.cpu.work_queue import Worker
 from cbatch.kernels.operands import Recurrence
 from cbatch.model.device_weights import DeviceWeights
@@ -61,8 +59,11 @@ class GatedDelta(Operation):
         return self.value_heads * self.value_dim
 
     def on_cpu(self, layout: CpuLayout) -> None:
-        decay = decay_vector(layout, self.decay_log, self.value_heads)
-        layout.add(gated_delta, self, decay=decay, floats=self.value_heads * unpadded(self.value_dim))
+        layout.add(
+            gated_delta, self, groups=self.key_heads, heads=self.value_heads, keys=self.key_dim, columns=self.value_dim,
+            decay=decay_vector(layout, self.decay_log, self.value_heads),
+            floats=self.value_heads * unpadded(self.value_dim),
+        )  # fmt: skip
 
     def load(self, weights: DeviceWeights) -> tuple[Tensor, Tensor]:
         return weights.decay(self.decay_log), weights.vector(self.decay_bias)
@@ -105,15 +106,10 @@ def apply_delta_rule(
 
 
 @instruction(
-    "key_heads value_heads key_dim value_dim decay decay_bias state", source=BUFFER, controls=BUFFER, target=BUFFER,
-    state_type=None,
-)  # fmt: skip
+    "groups heads keys columns decay decay_bias state", source=BUFFER, controls=BUFFER, target=BUFFER, state_type=None
+)
 def gated_delta(worker: Worker, phase: int, op: Any, step: Any) -> int:
-    heads = op.value_heads
-    params = DeltaParams(
-        op.key_heads, heads, op.key_dim, op.value_dim, vector_of(step.weights, op.decay, heads),
-        vector_of(step.weights, op.decay_bias, heads),
-    )  # fmt: skip
-    states = with_memory(step.recurrence, view_as(step.recurrence.memory, op.state_type))
+    states, vectors = as_numbers(step.recurrence, op.state_type), step.weights.vectors
     source, controls, out = floats_of(step, op.source), floats_of(step, op.controls), floats_of(step, op.target)
-    return delta_chunks(worker, phase, states, op.state, params, source, controls, out)
+    values = 2 * op.groups * op.keys
+    return step_deltas(worker, phase, op, vectors, states, 0, values, source, controls, 0, out)

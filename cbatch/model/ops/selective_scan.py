@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cbatch.kernels.cpu.jit import view_as
-from cbatch.kernels.cpu.program import BUFFER, floats_of, instruction, vector_of
-from cbatch.kernels.cpu.recurrent import ScanParams, with_memory
-from cbatch.kernels.cpu.recurrent import selective_scan as scan_chunks
+from cbatch.kernels.cpu.program import BUFFER, floats_of, instruction
+from cbatch.kernels.cpu.recurrent import as_numbers, step_scans
 from cbatch.kernels.cpu.work_queue import Worker
 from cbatch.kernels.operands import Recurrence
 from cbatch.model.device_weights import DeviceWeights
@@ -60,8 +58,10 @@ class SelectiveScan(Operation):
         return self.heads * self.head_dim
 
     def on_cpu(self, layout: CpuLayout) -> None:
-        decay = decay_vector(layout, self.decay_log, self.heads)
-        layout.add(selective_scan, self, decay=decay, floats=self.heads * unpadded(self.head_dim))
+        layout.add(
+            selective_scan, self, columns=self.head_dim, keys=self.state_size,
+            decay=decay_vector(layout, self.decay_log, self.heads), floats=self.heads * unpadded(self.head_dim),
+        )  # fmt: skip
 
     def load(self, weights: DeviceWeights) -> tuple[Tensor, Tensor, Tensor]:
         return weights.decay(self.decay_log), weights.vector(self.step_bias), weights.vector(self.skip)
@@ -103,15 +103,11 @@ def scan(
 
 
 @instruction(
-    "heads head_dim groups state_size decay step_bias skip step_start state", "step_min step_max", source=BUFFER,
-    steps=BUFFER, target=BUFFER, state_type=None,
+    "heads columns groups keys decay step_bias skip step_start state", "step_min step_max", source=BUFFER, steps=BUFFER,
+    target=BUFFER, state_type=None,
 )  # fmt: skip
 def selective_scan(worker: Worker, phase: int, op: Any, step: Any) -> int:
-    weights, heads = step.weights, op.heads
-    params = ScanParams(
-        heads, op.head_dim, op.groups, op.state_size, vector_of(weights, op.decay, heads),
-        vector_of(weights, op.step_bias, heads), vector_of(weights, op.skip, heads), op.step_min, op.step_max,
-    )  # fmt: skip
-    states = with_memory(step.recurrence, view_as(step.recurrence.memory, op.state_type))
+    states, vectors = as_numbers(step.recurrence, op.state_type), step.weights.vectors
     source, steps, out = floats_of(step, op.source), floats_of(step, op.steps), floats_of(step, op.target)
-    return scan_chunks(worker, phase, states, op.state, params, source, steps, op.step_start, out)
+    keys = op.heads * op.columns
+    return step_scans(worker, phase, op, vectors, states, keys, 0, source, steps, op.step_start, out)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.kernels.cpu.activation import ActivationParams
-from cbatch.kernels.cpu.fast_math import exp, from_float32, to_float32
+from cbatch.kernels.cpu.fast_math import exp, to_float32
 from cbatch.kernels.cpu.jit import kernel
 from cbatch.kernels.cpu.matmul.linear import (
     GATED,
@@ -30,27 +30,6 @@ HIGHEST, TWO_HIGHEST = range(2)
 
 _TASKS_PER_THREAD = 8
 _MINUS_INFINITY = np.float32(-np.inf)
-
-
-class RouterParams(NamedTuple):
-    """How experts are chosen (see `Route` in `model/ops`).
-
-    weight: [experts, hidden] float32; bias, choice_bias, expert_scales: [experts], or empty
-    """
-
-    weight: NDArray[np.float32]
-    bias: NDArray[np.float32]
-    choice_bias: NDArray[np.float32]
-    expert_scales: NDArray[np.float32]
-    top_k: int
-    scores: int
-    groups: int
-    top_groups: int
-    group_score: int
-    normalize: int
-    epsilon: float
-    least_sum: float
-    factor: float
 
 
 class Routing(NamedTuple):
@@ -72,27 +51,18 @@ class Routing(NamedTuple):
     active: NDArray[np.int64]
 
 
-class ExpertMatrix(NamedTuple):
-    """One matrix of each expert, side by side: the first, and how far apart they [bytes] and their biases are."""
-
-    first: PackedMatrix
-    stride: int
-    columns: int
-
-
 @kernel
-def _scores_of(row: Any, router: RouterParams, scores: Any) -> None:
+def _scores_of(op: Any, vectors: Any, row: Any, scores: Any) -> None:
     """The router's scores of a row [hidden], before any choice."""
-    num_experts = len(scores)
-    for expert in range(num_experts):
-        total = np.float32(0)
-        for i in range(router.weight.shape[1]):
-            total += row[i] * router.weight[expert, i]
-        scores[expert] = total + router.bias[expert] if len(router.bias) else total
-    if router.scores == SOFTMAX:
+    for expert in range(len(scores)):
+        total, weight = np.float32(0), vectors[op.weight + expert * op.depth :]
+        for i in range(op.depth):
+            total += row[i] * weight[i]
+        scores[expert] = total + vectors[op.bias + expert] if op.bias >= 0 else total
+    if op.scores == SOFTMAX:
         _softmax(scores)
-    elif router.scores == SIGMOID:
-        for expert in range(num_experts):
+    elif op.scores == SIGMOID:
+        for expert in range(len(scores)):
             scores[expert] = np.float32(1) / (np.float32(1) + exp(-scores[expert]))
 
 
@@ -119,18 +89,18 @@ def _largest(numbers: Any) -> int:
 
 
 @kernel
-def _drop_groups(wanted: Any, router: RouterParams) -> None:
+def _drop_groups(op: Any, wanted: Any) -> None:
     """Sets the wanted scores of all groups but the best ones to 0 [softmax] or minus infinity."""
-    size = len(wanted) // router.groups
-    left = router.groups - router.top_groups
-    dropped = np.float32(0) if router.group_score == HIGHEST else _MINUS_INFINITY
+    size = len(wanted) // op.groups
+    left = op.groups - op.top_groups
+    dropped = np.float32(0) if op.group_score == HIGHEST else _MINUS_INFINITY
     for _ in range(left):
         worst, lowest = -1, np.float32(np.inf)
-        for group in range(router.groups - 1, -1, -1):  # of equal ones, the first stay
+        for group in range(op.groups - 1, -1, -1):  # of equal ones, the first stay
             part = wanted[group * size : (group + 1) * size]
             first = _largest(part)
             score = part[first]
-            if router.group_score == TWO_HIGHEST:
+            if op.group_score == TWO_HIGHEST:
                 second = _MINUS_INFINITY
                 for i in range(size):
                     if i != first and part[i] > second:
@@ -144,56 +114,44 @@ def _drop_groups(wanted: Any, router: RouterParams) -> None:
 
 
 @kernel
-def _choose(row: Any, router: RouterParams, scratch: Any, chosen: Any, weights: Any) -> None:
-    """Chooses experts for one row [hidden] float32. scratch: [2, experts]"""
-    scores, wanted = scratch[0], scratch[1]
-    _scores_of(row, router, scores)
-    for expert in range(len(scores)):
-        wanted[expert] = scores[expert] + router.choice_bias[expert] if len(router.choice_bias) else scores[expert]
-    if router.groups > router.top_groups:
-        _drop_groups(wanted, router)
-    for k in range(router.top_k):
+def choose(op: Any, vectors: Any, source: Any, scratch: Any, chosen: Any, weights: Any) -> None:
+    """Chooses experts for one row [hidden] of the source, as a record says (see `Route`), and their weights.
+
+    scratch: [hidden + 2 * experts] float32
+    """
+    row, scores = scratch[: op.depth], scratch[op.depth : op.depth + op.num_experts]
+    wanted = scratch[op.depth + op.num_experts :][: op.num_experts]
+    for i in range(op.depth):
+        row[i] = to_float32(source[i])
+    _scores_of(op, vectors, row, scores)
+    for expert in range(op.num_experts):
+        bias = vectors[op.choice_bias + expert] if op.choice_bias >= 0 else np.float32(0)
+        wanted[expert] = scores[expert] + bias
+    if op.groups > op.top_groups:
+        _drop_groups(op, wanted)
+    for k in range(op.top_k):
         chosen[k] = _largest(wanted)
         weights[k] = scores[chosen[k]]
         wanted[chosen[k]] = _MINUS_INFINITY
-    if router.scores == SOFTMAX_OF_CHOSEN:
+    if op.scores == SOFTMAX_OF_CHOSEN:
         _softmax(weights)
-    elif router.scores == SIGMOID_OF_CHOSEN:
-        for k in range(router.top_k):
+    elif op.scores == SIGMOID_OF_CHOSEN:
+        for k in range(op.top_k):
             weights[k] = np.float32(1) / (np.float32(1) + exp(-weights[k]))
-    factor = np.float32(router.factor)
-    if router.normalize:
+    factor = op.factor
+    if op.normalize:
         total = np.float32(0)
-        for k in range(router.top_k):
+        for k in range(op.top_k):
             total += weights[k]
-        factor /= max(total + np.float32(router.epsilon), np.float32(router.least_sum))
-    for k in range(router.top_k):
+        factor /= max(total + op.epsilon, op.least_sum)
+    for k in range(op.top_k):
         weights[k] *= factor
-        if len(router.expert_scales):
-            weights[k] *= router.expert_scales[chosen[k]]
+        if op.expert_scales >= 0:
+            weights[k] *= vectors[op.expert_scales + chosen[k]]
 
 
 @kernel
-def route(worker: Worker, phase: int, source: Any, router: RouterParams, routing: Routing, scratch: Any) -> int:
-    """Chooses the experts of each row of the source [T, hidden], and sorts the pairs. Returns the next phase.
-
-    scratch: [threads, hidden + 2 * experts] float32
-    """
-    num_tasks, hidden = len(source), router.weight.shape[1]
-    row = scratch[worker.thread, :hidden]
-    num_experts = len(router.weight)
-    scores = scratch[worker.thread, hidden : hidden + 2 * num_experts].reshape(2, num_experts)
-    for task in claimed(worker, phase, num_tasks):
-        for i in range(hidden):
-            row[i] = to_float32(source[task, i])
-        _choose(row, router, scores, routing.chosen[task], routing.weights[task])
-    for _ in claimed(worker, phase + 1, 1):
-        _sort(routing)
-    return phase + 2
-
-
-@kernel
-def _sort(routing: Routing) -> None:
+def sort_pairs(routing: Routing) -> None:
     """Counts the pairs of each expert, and gives each its place: those of a token that comes first come first."""
     starts, active, chosen = routing.starts, routing.active, routing.chosen
     num_experts = len(starts) - 1
@@ -221,30 +179,15 @@ def _sort(routing: Routing) -> None:
 
 
 @kernel
-def gather_rows(worker: Worker, phase: int, source: Any, routing: Routing, weigh: int, out: Any) -> int:
-    """out [T * top_k, hidden] = the rows of the sorted pairs, times their weights if `weigh`."""
-    top_k = routing.chosen.shape[1]
-    for task in claimed(worker, phase, len(source)):
-        for k in range(top_k):
-            row = out[routing.places[task, k]]
-            if weigh:
-                weight = routing.weights[task, k]
-                for i in range(len(row)):
-                    row[i] = from_float32(weight * to_float32(source[task, i]), out)
-            else:
-                for i in range(len(row)):
-                    row[i] = source[task, i]
-    return phase + 1
-
-
-@kernel
 def expert_matmul(
-    worker: Worker, phase: int, a: Any, routing: Routing, matrix: ExpertMatrix, out: Any, mode: int,
+    worker: Worker, phase: int, op: Any, a: Any, routing: Routing, first: PackedMatrix, out: Any,
     activation: ActivationParams, workspace: LinearWorkspace,
 ) -> int:  # fmt: skip
-    """out [T * top_k, columns] = each sorted row of `a` times the matrix of its expert; see `matmul`."""
-    first = matrix.first
-    columns = LANES if mode == GATED else COLUMNS
+    """out [T * top_k, columns] = each sorted row of `a` times the matrix of its expert; see `matmul`.
+
+    op: a record, which says the mode, and how far apart the matrices [bytes] and their biases [columns] are
+    """
+    columns = LANES if op.mode == GATED else COLUMNS
     num_tiles, active = out.shape[1] // columns, routing.active[len(routing.active) - 1]
     tiles = min(num_tiles, max(1, active * num_tiles // (_TASKS_PER_THREAD * len(workspace.sums))))
     parts = -(-num_tiles // tiles)
@@ -254,35 +197,16 @@ def expert_matmul(
         expert = routing.active[task // parts]
         each = PackedMatrix(
             first.data,
-            first.start + expert * matrix.stride,
+            first.start + expert * op.stride,
             first.format,
-            first.scale[expert * matrix.columns if len(first.scale) else 0 :],
-            first.bias[expert * matrix.columns if len(first.bias) else 0 :],
+            first.scale[expert * op.columns if len(first.scale) else 0 :],
+            first.bias[expert * op.columns if len(first.bias) else 0 :],
         )
         first_tile, stop = task % parts * tiles, routing.starts[expert + 1]
         for begin in range(routing.starts[expert], stop, block):
             part = Rows(left.address + begin * left.stride, left.stride)
             multiply_tiles(
                 a, part, first_tile, min(num_tiles, first_tile + tiles), each,
-                out[begin : min(stop, begin + block)], mode, activation, workspace, worker.thread,
+                out[begin : min(stop, begin + block)], op.mode, activation, workspace, worker.thread,
             )  # fmt: skip
-    return phase + 1
-
-
-@kernel
-def combine_rows(
-    worker: Worker, phase: int, rows: Any, routing: Routing, weigh: int, factor: float, add: int, out: Any
-) -> int:
-    """out [T, hidden] = factor * the sum of each token's rows [T * top_k, hidden] times their weights."""
-    num_tasks, scale = len(routing.chosen), np.float32(factor)
-    for task in claimed(worker, phase, num_tasks):
-        target = out[task]
-        if not add:
-            for i in range(len(target)):
-                target[i] = np.float32(0)
-        for k in range(routing.chosen.shape[1]):
-            row = rows[routing.places[task, k]]
-            weight = scale * routing.weights[task, k] if weigh else scale
-            for i in range(len(target)):
-                target[i] += weight * row[i]
     return phase + 1
