@@ -267,7 +267,7 @@ def _draw_on_host(
     logits: Tensor, rows: list[int], sequences: Sequence[TokenSequence], positions: Sequence[int]
 ) -> NDArray[np.int64]:
     try:
-        from cbatch.kernels.cpu.sampling import DrawParams, draw_tokens
+        from cbatch.kernels.cpu.sampling import draw_tokens
         from cbatch.kernels.cpu.thread_pool import shared_thread_pool
     except ImportError:  # numba does not support every Python
         return _draw(logits[rows], _picked(rows, sequences, positions)).numpy()
@@ -276,16 +276,7 @@ def _draw_on_host(
     stride, vocabulary = logits.stride(0), logits.shape[1]
     flat = logits.detach().as_strided(((len(logits) - 1) * stride + vocabulary,), (1,)).numpy()
     words = pack_sampling_params([sequences[row] for row in rows], [positions[row] for row in rows])
-    temperature, top_p, min_p = np.ascontiguousarray(words.T[:3]).view(np.float32)
-    rules = DrawParams(
-        np.array(rows, np.int64) * stride,
-        temperature,
-        words[:, 3].astype(np.int64),
-        top_p,
-        min_p,
-        np.ascontiguousarray(words[:, 4:6]).view(np.uint32),
-    )
-    return draw_tokens(shared_thread_pool(num_threads()), flat, vocabulary, rules)
+    return draw_tokens(shared_thread_pool(num_threads()), flat, vocabulary, np.array(rows, np.int64) * stride, words)
 
 
 def _draw(logits: Tensor, draw: SamplingMetadata) -> Tensor:

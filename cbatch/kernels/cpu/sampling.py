@@ -43,24 +43,6 @@ _NEGLIGIBLE = np.float32(32)
 """So far below the largest logit, a whole vocabulary adds less than rounding changes in the sum."""
 
 
-class DrawParams(NamedTuple):
-    """How D rows are drawn.
-
-    starts:      [D] where the logits of each row begin
-    temperature: [D] float32
-    top_k:       [D] int64, 0 for all
-    top_p, min_p: [D] float32
-    keys:        [D, 2] uint32, the keys of the noise
-    """
-
-    starts: NDArray[np.int64]
-    temperature: NDArray[np.float32]
-    top_k: NDArray[np.int64]
-    top_p: NDArray[np.float32]
-    min_p: NDArray[np.float32]
-    keys: NDArray[np.uint32]
-
-
 class SamplingWorkspace(NamedTuple):
     """Memory for one row in each thread.
 
@@ -84,12 +66,14 @@ _workspace_lock = Lock()
 
 
 def draw_tokens(
-    thread_pool: ThreadPool, logits: NDArray[np.float32], vocabulary: int, params: DrawParams
-) -> NDArray[np.int64]:
-    """Draws D tokens; see `draw_rows`."""
-    tokens = np.zeros(len(params.starts), np.int64)
+    thread_pool: ThreadPool, logits: NDArray[np.float32], vocabulary: int, starts: NDArray[np.int64],
+    words: NDArray[np.int32],
+) -> NDArray[np.int64]:  # fmt: skip
+    """Draws D tokens; see `draw_rows`. words: [D, ...] parameters of the rows (see `pack_sampling_params`)"""
+    tokens, numbers = np.zeros(len(starts), np.int64), words.view(np.float32)
+    rows = logits, vocabulary, starts, words.view(np.uint32), numbers
     with _workspace_lock:
-        thread_pool.run(draw_rows, logits, vocabulary, params, sampling_workspace(thread_pool.size, vocabulary), tokens)
+        thread_pool.run(draw_rows, *rows, sampling_workspace(thread_pool.size, vocabulary), tokens)
     return tokens
 
 
@@ -277,16 +261,21 @@ def is_kept(
 
 @entry
 def draw_rows(
-    worker: Worker, logits: Any, vocabulary: int, params: DrawParams, workspace: SamplingWorkspace, tokens: Any
-) -> None:
+    worker: Worker, logits: Any, vocabulary: int, starts: Any, words: Any, numbers: Any, workspace: SamplingWorkspace,
+    tokens: Any,
+) -> None:  # fmt: skip
     """Draws tokens [D] int64 from the rows of logits, flat float32. Every thread of a pool calls it.
+
+    starts:         [D] where the logits of each row begin
+    words, numbers: [D, ...] its parameters as uint32, and the same bits as float32
 
     A row whose largest logit is not finite gets an arbitrary token.
     """
     block_max, candidates = workspace.block_max[worker.thread], workspace.candidates[worker.thread]
     for task in claimed(worker, 0, len(tokens)):
-        row = logits[params.starts[task] : params.starts[task] + vocabulary]
-        temperature, top_k, top_p = params.temperature[task], params.top_k[task], params.top_p[task]
+        row = logits[starts[task] : starts[task] + vocabulary]
+        temperature, top_p, min_p = numbers[task, 0], numbers[task, 1], numbers[task, 2]
+        top_k: Any = np.int64(words[task, 3])
         first = block_maxima(row, temperature, block_max)
         limit, end, total = -_INFINITY, vocabulary, 1.0
         if 0 < top_k < vocabulary:
@@ -294,8 +283,8 @@ def draw_rows(
         if top_p < 1:
             total = mass_before(row, temperature, block_max, divide(row[first], temperature), limit, end)
         while True:
-            token = _noisy_argmax(row, temperature, params.keys[task], block_max, first, limit, end)
-            if is_kept(row, temperature, top_p, params.min_p[task], block_max, first, total, token):
+            token = _noisy_argmax(row, temperature, words[task, 4:6], block_max, first, limit, end)
+            if is_kept(row, temperature, top_p, min_p, block_max, first, total, token):
                 break
             limit, end = divide(row[token], temperature), token
         tokens[task] = token
