@@ -22,7 +22,7 @@ from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
 from cbatch.base.units import format_bytes, parse_memory
 from cbatch.engine.cuda_graphs import GRAPH_BYTES, WORKSPACE_BYTES, GraphSizes, StepGraphs
-from cbatch.engine.model_runner import Execution, ModelRunner, step_parts, stored_states
+from cbatch.engine.model_runner import Execution, ModelRunner, stored_states
 from cbatch.model.base import Model
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.memory import DeviceMemory, device_memory, is_out_of_memory, kernel_too_large
@@ -259,8 +259,7 @@ class MemoryProfiler:
     def _measure_graphs(self, measure_peak: Callable[[Callable[[], object]], int]) -> int:
         """The memory of graphs: the largest one of each kind, which the others use again, and something for each."""
         runner, limits = self._runner, self._limits
-        both, pool = (runner.attention, runner.kv_cache), runner.state_pool
-        parts = step_parts(self._model, *both, self._sampler, limits.graphs, pool)
+        parts = runner.step_parts(self._sampler, limits)
         if parts is None:
             return 0
         sizes, num_blocks = GraphSizes.of(limits), -(-self._cache_tokens // runner.kv_cache.block_size)

@@ -39,20 +39,6 @@ class Execution:
     fallback: str = ""
 
 
-def step_parts(
-    model: Model,
-    attention: AttentionBackend,
-    kv_cache: KVCache,
-    sampler: Sampler,
-    wanted: bool,
-    state_pool: StatePool | None = None,
-) -> StepParts | None:
-    """The parts of a step, if steps are to be captured as CUDA graphs and can be."""
-    if not wanted or not is_nvidia(model.device) or model.capturable is None or attention.capturable is None:
-        return None
-    return StepParts(model.capturable, attention.capturable, kv_cache, sampler, state_pool)
-
-
 def stored_states(model: Model, dtype: torch.dtype | None) -> list[StateShape]:
     """The states of a model as they are kept: in `dtype` if that is smaller than the model's own; None: in its own."""
     if dtype is None:
@@ -84,6 +70,15 @@ class ModelRunner:
         self._open: tuple[Model, KVCache] | None = model, kv_cache
         self._graphs: StepGraphs | None = None
 
+    def step_parts(self, sampler: Sampler, limits: StepLimits) -> StepParts | None:
+        """The parts of a step, if steps are to be captured as CUDA graphs and can be."""
+        if not limits.graphs or not is_nvidia(self.model.device):
+            return None
+        model, attention = self.model.capturable, self.attention.capturable
+        if model is None or attention is None:
+            return None
+        return StepParts(model, attention, self.kv_cache, sampler, self.state_pool)
+
     def capture_graphs(self, sampler: Sampler, limits: StepLimits, has_room: Callable[[], bool]) -> None:
         """Captures steps of an engine with these limits as CUDA graphs, if model and attention allow it.
 
@@ -91,9 +86,8 @@ class ModelRunner:
 
         has_room: whether there is memory for another graph
         """
-        model, kv_cache = self.check_open()
-        if parts := step_parts(model, self.attention, kv_cache, sampler, limits.graphs, self.state_pool):
-            with use_device(model.device):
+        if parts := self.step_parts(sampler, limits):
+            with use_device(self.model.device):
                 self._graphs = StepGraphs(parts, GraphSizes.of(limits), has_room=has_room)
             if self.graph_problem:
                 _log.warning(self.graph_problem)

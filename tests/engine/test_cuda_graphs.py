@@ -20,7 +20,6 @@ from cbatch.base.outputs import TokenEvent
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
 from cbatch.engine import kv_cache_sizing as sizing
-from cbatch.engine import model_runner
 from cbatch.engine.cuda_graphs import (
     GRAPH_BYTES,
     WORKSPACE_BYTES,
@@ -32,7 +31,7 @@ from cbatch.engine.cuda_graphs import (
     graph_size_for,
     graph_tokens_for,
 )
-from cbatch.engine.model_runner import Execution
+from cbatch.engine.model_runner import Execution, ModelRunner
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
 from cbatch.model.cuda import CudaModel
@@ -100,13 +99,12 @@ def engine_with_graphs(
 ) -> SteppingEngine:
     """An engine that captures its steps at start, also on a CPU."""
 
-    def parts(
-        model: Any, attention: Any, kv_cache: KVCache, sampler: Sampler, wanted: bool, state_pool: Any
-    ) -> StepParts:
-        assert wanted
-        return StepParts(model.capturable, attention, kv_cache, Sampler(DEVICE, kernel=True), state_pool)
+    def parts(runner: Any, sampler: Sampler, limits: StepLimits) -> StepParts:
+        assert limits.graphs
+        sampler = Sampler(DEVICE, kernel=True)
+        return StepParts(runner.model.capturable, runner.attention, runner.kv_cache, sampler, runner.state_pool)
 
-    monkeypatch.setattr(model_runner, "step_parts", parts)
+    monkeypatch.setattr(ModelRunner, "step_parts", parts)
     monkeypatch.setattr("cbatch.engine.cuda_graphs.GraphCapturer", lambda device: capture)
     return engine_around(monkeypatch, model, max_batch_tokens=6, **config)
 
@@ -326,7 +324,7 @@ def test_graphs_take_no_more_than_their_reserve() -> None:
 def test_the_memory_of_graphs_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the reserve: the largest graph of each kind, made for the largest cache, and something for each graph."""
     model, attention, made = model_of(network_of("llama")), TritonAttention(DEVICE), []
-    monkeypatch.setattr(sizing, "step_parts", lambda model, attention, kv_cache, *_: parts_of(model, kv_cache))
+    monkeypatch.setattr(ModelRunner, "step_parts", lambda runner, *_: parts_of(model, runner.kv_cache))
 
     def measure_peak(step: Callable[[], Any]) -> int:
         made.append(step())
