@@ -20,6 +20,7 @@ from cbatch.base.quantization import STORED, Quantization
 from cbatch.kernels.operands import Addend, Recurrence
 from cbatch.model.base import DeviceInputs, HiddenStates, LinearCost
 from cbatch.model.config import UnsupportedConfig
+from cbatch.model.device_weights import DeviceWeights
 from cbatch.model.float8 import Float8Use, activations_in, float8_problem
 from cbatch.model.lora.device import DeviceAdapters
 from cbatch.model.lora.sites import sites_of
@@ -83,7 +84,9 @@ class CudaModel(ProgramModel):
             quantize = quantize or Quantization(STORED)
         asks = quantize is not None and quantize.activations == "fp8"
         self.float8 = Float8Use(float8_problem(device, dtype)) if asks else Float8Use()
-        self._on_device = DevicePlan(self.program, tensors, dtype, device, quantize, self.float8)
+        tied = self.program.head if self.program.head.parts == (self.program.embedding,) else None
+        weights = DeviceWeights(tensors, dtype, device, quantize, tied, self.float8)
+        self._on_device = DevicePlan(self.program, weights)
         self._adapters: DeviceAdapters | None = None
         if quantize is not None:
             activations = "fp8" if self.float8.rounded else activations_in(dtype)

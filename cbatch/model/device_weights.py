@@ -32,14 +32,15 @@ class DeviceWeights:
         self, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device,
         quantize: Quantization | None = None, tied: Matrix | None = None, float8: Float8Use | None = None,
     ) -> None:  # fmt: skip
-        """quantize: keep matrices as integers; those of the files need StoredWeights
+        """tensors:  by their names in the program; each is read when it is copied
+        quantize: keep matrices as integers; those of the files need StoredWeights
         tied:     the matrix of a head that is the embedding
         float8:   counts FP8 matrices; without a problem, those of linears become `Float8Matrix`. None: none does
         """
         self.loaded: list[Tensor] = []
         self.matrices: list[Tensor | QuantizedMatrix | Float8Matrix] = []
         self._float8 = float8 or Float8Use()
-        self._tensors, self._dtype, self._device = tensors, dtype, device
+        self._tensors, self._dtype, self.device = tensors, dtype, device
         self._quantize, self._tied = quantize, tied
         keeps = quantize is not None and quantize.keeps_stored
         self._stored = cast(StoredWeights, tensors) if keeps else None
@@ -75,7 +76,7 @@ class DeviceWeights:
             elif not Float8Matrix.takes(matrix.columns, matrix.depth):
                 kind = "whose sizes are no multiples of 16"
             elif not self._float8.problem:
-                found = Float8Matrix.empty(matrix.columns, matrix.depth, self._device)
+                found = Float8Matrix.empty(matrix.columns, matrix.depth, self.device)
                 self._fill_packed(found, matrix, FP8)
                 self._float8.rounded += 1
                 self.loaded += found
@@ -118,7 +119,7 @@ class DeviceWeights:
     def vector(self, *weights: Weight, factor: float = 1.0) -> Tensor:
         """Weights side by side, in float32."""
         sizes = [math.prod(weight.size) for weight in weights]
-        out = torch.empty(sum(sizes), dtype=torch.float32, device=self._device)
+        out = torch.empty(sum(sizes), dtype=torch.float32, device=self.device)
         for part, weight in zip(torch.split(out, sizes), weights, strict=True):
             part.copy_(weight.read(self._tensors[weight.name]).flatten())
         self.loaded.append(out)
@@ -136,10 +137,10 @@ class DeviceWeights:
         return replace(activation, params=tuple(params))
 
     def indices(self, columns: Tensor) -> Tensor:
-        return columns.to(self._device)
+        return columns.to(self.device)
 
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        out = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
+        out = torch.empty(shape, dtype=dtype or self._dtype, device=self.device)
         self.loaded.append(out)
         return out
 
@@ -173,7 +174,7 @@ class DeviceWeights:
             return numbers if stacks else numbers[0]
         if packing.format == FP8:
             self._float8.others[kind] += count or 1
-        packed = QuantizedMatrix.empty(packing.format, columns, depth, self._device, count, packing.group)
+        packed = QuantizedMatrix.empty(packing.format, columns, depth, self.device, count, packing.group)
         self.loaded += packed.tensors
         for number, matrix in enumerate(matrices):
             self._fill_packed(packed.expert(number) if stacks else packed, matrix, packing.format)
@@ -191,10 +192,10 @@ class DeviceWeights:
         def read(span: tuple[Weight, int, int]) -> Integers:
             if self._stored is not None:
                 return self._stored.packed([span], format)
-            return quantized(rows_of(self._tensors, *span).to(self._device), format)
+            return quantized(rows_of(self._tensors, *span).to(self.device), format)
 
         with ThreadPoolExecutor(num_threads(), "cbatch-read") as executor:
             found = (map if self._stored is None else executor.map)(read, spans)
             for (_, first, stop), integers in zip(spans, found, strict=True):
-                out.fill(column, integers.map(lambda part: part.to(self._device)))
+                out.fill(column, integers.map(lambda part: part.to(self.device)))
                 column += stop - first

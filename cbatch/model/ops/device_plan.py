@@ -6,7 +6,7 @@ product in a buffer, or a post-norm its source, until the residual is read. So d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from cbatch.attention.base import AttentionBackend
-from cbatch.base.quantization import Quantization
 from cbatch.kernels.operands import Addend, Embedding, NormWeights, Positions, Recurrence, Routing
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.model.base import DeviceInputs, HiddenStates
 from cbatch.model.device_weights import DeviceWeights
-from cbatch.model.float8 import Float8Use
 from cbatch.model.ops.device_kernel import DeviceOps
 from cbatch.model.ops.operation import Operation, with_role
 from cbatch.model.ops.program import Program
@@ -129,24 +127,10 @@ class DevicePlan:
 
     head: DeviceHead
 
-    def __init__(
-        self,
-        program: Program,
-        tensors: Mapping[str, Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
-        quantize: Quantization | None = None,
-        float8: Float8Use | None = None,
-    ) -> None:
-        """tensors:  by their names in the program; each is read when it is copied
-        quantize, float8: see `DeviceWeights`
-
-        Raises UnsupportedConfig for what operations on a device do not support.
-        """
-        self.program = program
+    def __init__(self, program: Program, weights: DeviceWeights) -> None:
+        """Raises UnsupportedConfig for what operations on a device do not support."""
+        self.program, self.weights = program, weights
         self.calls: list[Run] = []
-        is_tied = program.head.parts == (program.embedding,)
-        self.weights = DeviceWeights(tensors, dtype, device, quantize, program.head if is_tied else None, float8)
         self.begins: Begin | None = None
         self.pending: list[Pending] = []
         self._floats = {
@@ -154,7 +138,7 @@ class DevicePlan:
         }
         self.buffers = {RESIDUAL: Buffer(RESIDUAL, program.hidden_size, True)}
         self._inv_freqs = [
-            tuple(torch.tensor(inv_freq, device=device) for inv_freq in (rotary.inv_freq, rotary.long_inv_freq))
+            tuple(torch.tensor(inv_freq, device=weights.device) for inv_freq in (rotary.inv_freq, rotary.long_inv_freq))
             for rotary in program.rotaries
         ]
         for operation in program.operations:
