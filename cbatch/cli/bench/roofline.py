@@ -23,6 +23,7 @@ import transformers
 from cbatch import __version__
 from cbatch.api import Engine
 from cbatch.cli.bench.workload import Workload
+from cbatch.model.base import LinearCost
 
 ROWS_PER_STEP = 256
 """Output tokens that share one reading of the weights. A run's own batch size would make small batches look good."""
@@ -124,20 +125,13 @@ def cache_bytes(device: torch.device) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelCost:
-    """The cost of a model's step.
+class ModelCost(LinearCost):
+    """The cost of a model's step, with its KV cache.
 
-    weight_bytes: of the matrices that every step reads
-    parameters:   those that every token is multiplied with; those of the output head only for tokens with an output
-    layers:       for each attention layer, bytes of keys and values of a token, and its window in tokens (or None)
-    assumed:      sentences about what the model did not tell
+    layers: for each attention layer, bytes of keys and values of a token, and its window in tokens (or None)
     """
 
-    weight_bytes: int
-    parameters: float
-    head_parameters: int
-    layers: tuple[tuple[int, int | None], ...]
-    assumed: tuple[str, ...] = ()
+    layers: tuple[tuple[int, int | None], ...] = ()
 
     @classmethod
     def of(cls, engine: Engine) -> ModelCost:
