@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
 from collections.abc import Iterator
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -21,7 +19,6 @@ from cbatch.cli.bench.recorder import (
 )
 from cbatch.cli.bench.timeline import draw_timeline, time_shares, whole_percents
 from cbatch.cli.bench.users import LoadResult
-from cbatch.cli.main import run_command
 from tests.support.bench_reports import (
     both,
     drafting_record,
@@ -232,13 +229,3 @@ def test_pictures_of_little(capsys: pytest.CaptureFixture[str]) -> None:
     assert charts(nothing=RunRecord(1, [])) == {"utilisation"}
     few = {"static batches": dataclasses.replace(static_record(), example=None)}
     assert charts(**few) == {"timeline", "utilisation"} and "speculation" not in charts(**both())
-
-
-@pytest.mark.parametrize("option", ["--plot", "--report"])
-def test_missing_matplotlib_is_named(
-    option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Guards the message for people who have not installed the extra, before anything is measured."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert run_command(["bench", option, str(tmp_path / "out"), "-m", "no/model"]) == 2
-    assert "[plot]'" in capsys.readouterr().err

@@ -7,24 +7,12 @@ from pathlib import Path
 import pytest
 
 from cbatch.cli.main import cli, run_command
-from tests.support.environments import CASES, judge, run_case
-
-SAMPLE = (
-    "CBATCH_RUN_PARAM, nested deeply",
-    "CBATCH_RUN_PARAM, a number of 10,000 digits",
-    "all streams closed",
-    "300 MiB of address space",
-    "NUMBA_NUM_THREADS=0",
-    "PYTHONWARNINGS=error",
-    "the working folder is gone",
-)
-"""A few, of those that no other test reaches; `scripts/stress/environments.py` runs all."""
+from tests.support.environments import SAMPLE, Case, judge, run_case
 
 
-@pytest.mark.parametrize("name", SAMPLE)
-def test_the_command_ends_with_a_sentence(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", SAMPLE, ids=lambda case: case.name)
+def test_the_command_ends_with_a_sentence(case: Case, tmp_path: Path) -> None:
     """Guards against tracebacks, names of exceptions, megabytes of quoted values and wrong exit codes."""
-    (case,) = (case for case in CASES if case.name == name)
     outcome = run_case(case, tmp_path)
     assert judge(case, outcome) is None, outcome
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cbatch.cli.main import run_command
+from cbatch.extras import EXTRAS
 
 NO_MODEL = ["-m", "/no/such/model"]
 """Whatever is told of this is told too late."""
@@ -21,11 +22,15 @@ NO_MODEL = ["-m", "/no/such/model"]
         ("llguidance", ["run", "{rows}", "--param", 'choice=["a", "b"]']),
         ("llguidance", ["chat", "Hi", "--regex", "a+"]),
         ("pyarrow", ["run", "{rows}", "-o", "{rows}.parquet"]),
+        ("pyarrow", ["run", "{rows}", "-o", "{rows}.csv.zst"]),
+        ("pyarrow", ["run", "{parquet}"]),
+        ("pyarrow", ["run", "{zstd}"]),
         ("pyarrow", ["bench", "{parquet}"]),
         ("jsonschema", ["run", "{rows}", "--validate", "json-schema={{}}"]),
         ("matplotlib", ["bench", "--plot", "{rows}.pictures"]),
         ("matplotlib", ["bench", "--users", "3", "--report", "{rows}.html"]),
         ("ray", ["bench", "--ray", "auto"]),
+        ("ray", ["run", "{rows}", "-o", "{rows}.out", "--ray", "auto"]),
     ],
 )
 def test_a_missing_package_is_told_at_the_start(
@@ -36,11 +41,13 @@ def test_a_missing_package_is_told_at_the_start(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Guards runs that would load a model first, or answer every row with the same error."""
-    rows, parquet = tmp_path / "rows.jsonl", tmp_path / "rows.parquet"
+    rows, parquet, zstd = (tmp_path / name for name in ("rows.jsonl", "rows.parquet", "rows.csv.zst"))
     rows.write_text('{"prompt": "Hi"}\n')
     parquet.write_bytes(b"PAR1")
-    monkeypatch.setitem(sys.modules, package, None)
-    named = [one.format(rows=rows, parquet=parquet) for one in arguments]
+    zstd.write_bytes(b"\x28\xb5\x2f\xfd....")
+    for name in (package, "compression.zstd"):  # which Python has from 3.14 on
+        monkeypatch.setitem(sys.modules, name, None)
+    named = [one.format(rows=rows, parquet=parquet, zstd=zstd) for one in arguments]
     assert run_command([*named, *NO_MODEL]) == 2
     told = capsys.readouterr().err
-    assert f"{package}: pip install" in told and "model" not in told
+    assert f"{package}: pip install" in told and f"[{EXTRAS[package][0]}]'" in told and "model" not in told

@@ -51,16 +51,3 @@ def test_rows_choose_their_adapter(command: Command, adapter: Path, capsys: Any)
     save_sql(adapter, seed=2)
     capsys.readouterr()
     assert command("--resume") == 2 and "another LoRA adapter" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--lora sql", "'sql' is not NAME=PATH"),
-        ("--lora a=b --lora a=c", "two adapters have the name a"),
-        ("--lora sql=./nowhere", "The LoRA adapter sql cannot be used: there is no folder ./nowhere."),
-    ],
-)
-def test_options_that_are_wrong(options: str, message: str, command: Command, capsys: Any) -> None:
-    """Guards a refusal at the start, with exit code 2 and one sentence."""
-    assert command.answer(ROWS, *options.split()) == (2, []) and message in capsys.readouterr().err

@@ -180,14 +180,6 @@ def test_tools_are_run(command: Command) -> None:
     assert command("--max-tool-rounds", "3", "--resume") == 2 and command.data == before
 
 
-def test_a_wrong_tools_file_is_refused_first(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards the user against loading a model, and the output file against being made, for tools that are wrong."""
-    tools = command.folder / "tools.py"
-    tools.write_text("x = 1\n")
-    assert command.answer([{"prompt": "a"}], "-m", "/no/such/model", "--tools", tools) == (2, [])
-    assert "tools.py defines no public function" in capsys.readouterr().err
-
-
 def test_calls_are_forced_and_limited(command: Command) -> None:
     """Guards tool_choice on a random model, in both forms of rows, and parallel_tool_calls."""
     parameters = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -18,7 +17,6 @@ import pytest
 
 from cbatch.base.errors import ConfigError
 from cbatch.cli.common import console
-from cbatch.replicas import ray_cluster
 from tests.support.command import Command
 from tests.support.fake_replicas import wait_until
 from tests.support.in_process_replicas import InProcessLauncher
@@ -150,12 +148,3 @@ def test_processes_of_this_machine(command: Command) -> None:
     found, stats = command.data, command.figures()
     assert stats["rows"] == 30 and stats["load_s"] > 0 and len(stats["replicas"]) == 2
     assert command("--overwrite", "-q") == 0 and command.data == found
-
-
-def test_ray_has_to_be_installed(
-    command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards the sentence for a machine without the package: what is missing, and the command that installs it."""
-    monkeypatch.setattr(ray_cluster, "ray", None)
-    assert command("--ray", "auto") == 2
-    assert re.search(r"--ray needs the package ray: pip install .*\[ray\]'", capsys.readouterr().err)

@@ -267,53 +267,6 @@ def test_generation_config_gives_the_defaults(command: Command, tmp_path: Path) 
         assert (len({row["text"] for row in made}) > 1) == ("do_sample" in settings)
 
 
-def test_refusals_are_sentences(model_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Guards exit code 2 with one sentence, and that nothing is overwritten or loaded before it."""
-    source = write_rows(tmp_path / "in.jsonl", ROWS[:1])
-    full = tmp_path / "full.jsonl"
-    full.write_text("precious\n")
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "config.json").write_text("{nonsense")
-    (broken / "model.safetensors").write_bytes(b"garbage")
-    (tmp_path / "empty").mkdir()
-    cases: dict[str, list[object]] = {
-        "not empty": ["-o", full],
-        "is the input": ["-o", source],
-        "Cannot write": ["-o", tmp_path / "no/such/folder.jsonl"],
-        "no config.json": ["-m", tmp_path / "empty"],
-        "config.json is not valid JSON": ["-m", broken],
-        "no model folder": ["-m", "./nowhere"],
-        "no-such/model": ["-m", "no-such/model"],
-        "--top-p must be": ["--top-p", "7"],
-        "no attention backend": ["--attention", "magic"],
-        "not an amount of memory": ["--kv-cache-memory", "lots"],
-        "are free": ["--kv-cache-memory", "99999GiB"],
-        "'cuda:99' cannot be used": ["--device", "cuda:99"],
-        "a file is needed": ["-o", tmp_path],
-        "not valid UTF-8": ["--system", "\udcff"],
-        "No such option": ["--frobnicate"],
-        "no sampling parameter 'topp'": ["--param", "topp=1"],
-        "not valid JSON": ["--param", "top_p=x"],
-        f"--stats {source} is the input;": ["--stats", source],
-        "nor auto or none": ["--target-step-ms", "0"],
-        "Cannot write no/such": ["--stats", "no/such/file"],
-        "--estimate needs --check": ["--estimate"],
-        "on one engine": ["--check", "--estimate", "--replicas", "2"],
-        "--resume needs an output file": ["--resume", "-o", "-"],
-        "a pipe cannot be read again": ["--resume", "-o", "/dev/null"],
-        "give one of them": ["--resume", "--overwrite"],
-        "--retry-errors needs --resume": ["--retry-errors"],
-        "--recompute-changed needs --resume": ["--recompute-changed"],
-    }
-    for message, arguments in cases.items():
-        assert run_command(["run", str(source), "-m", str(model_folder), *map(str, arguments)]) == 2, arguments
-        error = capfd.readouterr().err
-        assert message in error and "Traceback" not in error, error
-    assert run_command(["run", "nowhere.jsonl"]) == 2 and "No such file" in capfd.readouterr().err
-    assert full.read_text() == "precious\n" and source.read_text().startswith('{"id"')
-
-
 def failing_step(monkeypatch: pytest.MonkeyPatch, number: int, failures: list[Exception]) -> None:
     """Lets the step of a number fail, as often as there are failures."""
     step = engine_thread.SteppingEngine.step

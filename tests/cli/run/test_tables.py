@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import csv
 import gzip
-import importlib
 import io
 import json
 import os
-import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -144,48 +141,3 @@ def test_a_killed_run_of_tables_is_resumed(runs: ForkServer, command: Command, t
         assert journal.exists() and command.out.exists() == (point.name == "after replace")
     for _ in range(2):  # the second time, there is nothing left to do
         assert command("--resume") == 0 and command.data == whole and not journal.exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--template {tixt}", "in.csv has no column 'tixt', which the template needs"),
-        ("", "in.csv has no column 'prompt'"),
-        ("--template {}", "plain names of columns in braces"),
-        ("--template none.jinja", "Cannot read the template none.jinja"),
-        ("--template {text} --shard 9/8", "--shard takes K/N"),
-        ("--template {text} --output-format csv -o -", "--output-format csv needs an output file"),
-        ("--template {text} -o out.parquet.gz", "Parquet is compressed inside"),
-        ("--template {text} -o in.csv --overwrite", "in.csv is the input"),
-    ],
-)
-def test_what_no_row_could_survive_is_told_at_the_start(
-    command: Command, monkeypatch: pytest.MonkeyPatch, capfd: Any, arguments: str, message: str
-) -> None:
-    """Guards exit code 2 and one sentence, before a model is loaded, instead of 10,000 error rows."""
-    monkeypatch.chdir(command.folder)
-    command.source = write_csv(Path("in.csv"), 2)
-    monkeypatch.setattr("cbatch.cli.run.command._load", lambda *_: pytest.fail("a model was loaded"))
-    if "out.parquet.gz" in arguments:
-        pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
-    assert command(*arguments.split()) == 2 and message in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["in.parquet", "in.csv.zst"])
-def test_a_missing_extra_refuses_the_run(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, name: str
-) -> None:
-    """Guards runs without pyarrow: exit code 2 with what to install, for inputs and outputs."""
-    real = importlib.import_module
-
-    def without(module: str, *rest: Any) -> Any:
-        if module in ("pyarrow", "compression.zstd"):
-            raise ImportError(module)
-        return real(module, *rest)
-
-    monkeypatch.setattr(importlib, "import_module", without)
-    (tmp_path / name).write_bytes(b"\x28\xb5\x2f\xfd....")
-    source = write_csv(tmp_path / "good.csv", 1)
-    for before, after in ((tmp_path / name, tmp_path / "out.jsonl"), (source, tmp_path / f"out.{name}")):
-        assert run(before, after) == 2
-        assert re.search(r"needs pyarrow: pip install .*\[tables\]'", capfd.readouterr().err)

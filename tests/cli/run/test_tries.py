@@ -1,9 +1,8 @@
-"""`cbatch run --validate --tries --cache` from the outside: exit codes, resuming, figures, replicas, refusals."""
+"""`cbatch run --validate --tries --cache` from the outside: exit codes, resuming, figures, replicas."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,24 +90,3 @@ def test_replicas_try_and_share_a_cache(
     alone = command.data
     command.out.write_bytes(whole.data)
     assert command("--resume", "--retry-errors", *options, "--replicas", "2") == 1 and command.data == alone
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--tries 2", "--tries and --tell-error need --validate"),
-        ("--validate regex=a --tell-error", "--tell-error needs --tries"),
-        ("--validate schema.json", "is no check; give json-schema=FILE"),
-        ("--validate regex=a --validate-timeout 0", "--validate-timeout"),
-        ("--cache in.jsonl", "Cannot use"),
-        ("--cache cache --cache-size 50%", "is an amount such as 4GiB"),
-        ("--cache cache --ray auto", "--cache is a folder of this machine"),
-    ],
-)
-def test_options_that_cannot_be_met_are_refused_before_a_model_is_loaded(
-    command: Command, options: str, message: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Guards exit code 2, at once."""
-    monkeypatch.chdir(command.folder)
-    monkeypatch.setattr("cbatch.cli.run.command.open_engine", SimpleNamespace)
-    assert command(*options.split()) == 2 and message in capfd.readouterr().err

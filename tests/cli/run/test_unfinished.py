@@ -67,20 +67,6 @@ def test_tokens_are_not_dropped_unasked(command: Command, capfd: pytest.CaptureF
     assert command("--overwrite") == 1 and command.figures()["rows_continued"] == 0 and not tokens_of(command).exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("-o - --journal-tokens", "--journal-tokens needs an output file"),
-        ("--journal-tokens --replicas 2", "does not go with --replicas"),
-        ("--continue-truncated --max-tokens 9", "--continue-truncated needs --resume"),
-        ("--continue-truncated --resume", "--continue-truncated needs --max-tokens"),
-    ],
-)
-def test_refusals(command: Command, capfd: pytest.CaptureFixture[str], options: str, message: str) -> None:
-    """Guards against options that would do nothing, before a model is loaded."""
-    assert command(*options.split()) == 2 and message in capfd.readouterr().err
-
-
 HOT = {"temperature": 1.0, "ignore_eos": True}
 CALL = {"method": "POST", "url": "/v1/completions"}
 TRUNCATED: list[Any] = [
