@@ -20,7 +20,6 @@ from cbatch.batch.lines import Line, RowOptions
 from cbatch.batch.rounds import Rounds
 from cbatch.batch.row import Row
 from cbatch.batch.writer import RowWriter, run_stream
-from cbatch.cli.main import LazyGroup, run_command
 from cbatch.engine import streams
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
@@ -129,12 +128,3 @@ def test_a_round_that_breaks_ends_its_row(error: BaseException) -> None:
     assert loop.take(row, Completion(row.request, choices=[Choice(text="a")]))
     assert done.wait(TIMEOUT_S) and asked[0].error.code == "internal_error" and "boom" in str(asked[0].error)
     loop.close()
-
-
-def test_a_panic_of_the_main_thread_is_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Guards the exit code and stderr against a BaseException that is no interruption."""
-    Fault(monkeypatch, LazyGroup, "main", Panic("boom"))
-    assert run_command(["info"]) == 3
-    assert "boom" in (said := capsys.readouterr().err) and "Traceback" not in said

@@ -131,6 +131,8 @@ def test_what_is_said_to_the_template_is_in_the_key() -> None:
     ]
     keys = [encode(asked | one, QWEN3).key for one in other]
     assert len({*keys}) == len(other)
+    turned = {"tools": [{**TOOL, "function": dict(reversed(TOOL["function"].items()))}]}
+    assert encode(asked | turned, QWEN3).key != keys[0], "a template writes a tool in its own order"
     off = TemplateOptions(kwargs={"enable_thinking": False})
     assert encode(asked, QWEN3, template=off).key == keys[1]
     raw = {"prompt": "Hi", "raw": True}
@@ -212,12 +214,13 @@ def test_custom_id_is_the_id_of_a_row() -> None:
 
 
 def test_a_forced_call_is_compiled() -> None:
-    """Guards tool_choice in all of its forms, and parallel_tool_calls."""
+    """Guards tool_choice in all of its forms, parallel_tool_calls, and templates that would drop the tools."""
     compiled: list[ToolChoice | None] = []
     asked = {"prompt": "a", "tools": [TOOL]}
     for choice in "auto", "none", "required", NAMED:
         encode(asked | {"tool_choice": choice}, QWEN3, compiled=compiled)
     assert compiled == [None, None, ToolChoice(), ToolChoice("look")]
+    assert "takes no tools" in error_of(asked)
     assert [encode(asked | {"parallel_tool_calls": one}, QWEN3).max_calls for one in (True, False)] == [None, 1]
 
 
@@ -234,6 +237,8 @@ def test_parameters_come_in_layers() -> None:
     run = InputProcessor(model, RequestDefaults(params={"top_k": 8, "max_new_tokens": 9}))
     assert request(run, {"prompt": "a"}) == SamplingParams(temperature=0.5, top_k=8, max_tokens=9, regex="a")
     row = {"prompt": "a", "top_k": 0, "choice": ["x"], "stop": None}
+    form = InputProcessor(model, RequestDefaults(params={"response_format": {"type": "json_object"}}))
+    assert request(form, {"prompt": "a"}).response_format and request(form, row).choice == ("x",)
     assert request(run, row) == SamplingParams(temperature=0.5, top_k=0, max_tokens=9, choice=["x"])
     whole = SamplingParams(min_p=0.5, grammar="start: /a/")
     assert request(run, {"prompt": "a"}, whole) == whole

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cbatch.cli.main import run_command
 from tests.support.rows import read_rows
 
@@ -14,7 +16,10 @@ class Command:
     """Runs in this process, or tells another one with `words` to run.
 
     options: those of every run
+    printed: what tells what runs in this process print
     """
+
+    printed: pytest.CaptureFixture[str]
 
     def __init__(self, folder: Path, model: Path, rows: list[Any] | None = None) -> None:
         self.folder, self.model = folder, model
@@ -39,6 +44,14 @@ class Command:
         self.write(rows)
         code = self("--overwrite", *arguments)
         return code, self.rows() if self.out.exists() else []
+
+    def said(self) -> str:
+        """What was written to stderr since the last question."""
+        return self.printed.readouterr().err
+
+    def report(self) -> Any:
+        """The JSON that was written to stdout since the last question."""
+        return json.loads(self.printed.readouterr().out)
 
     @property
     def data(self) -> bytes:

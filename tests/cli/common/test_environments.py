@@ -8,6 +8,7 @@ import pytest
 
 from cbatch.cli.main import cli, run_command
 from tests.support.environments import SAMPLE, Case, judge, run_case
+from tests.support.faults import Panic
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=lambda case: case.name)
@@ -24,11 +25,12 @@ def test_the_command_ends_with_a_sentence(case: Case, tmp_path: Path) -> None:
         (MemoryError(), "There is not enough memory"),
         (OSError(28, "No space left on device"), "No space left on device"),
         (ImportError("libx.so: failed to map segment\nat 0x1"), "cannot be loaded: libx.so: failed to map segment;"),
+        (Panic("boom"), "boom"),
         (KeyError("a"), "This should not have happened: KeyError: 'a'"),
     ],
 )
 def test_what_ends_the_command_is_said(
-    error: Exception, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: BaseException, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Guards the sentence for what a poor environment raises anywhere: threads, memory, disk, libraries, bugs."""
 

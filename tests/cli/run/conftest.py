@@ -15,6 +15,12 @@ from tests.support.in_process_replicas import InProcessLauncher
 
 
 @pytest.fixture
+def command(command: Command, capfd: pytest.CaptureFixture[str]) -> Command:
+    command.printed = capfd
+    return command
+
+
+@pytest.fixture
 def rows_written(command: Command, request: pytest.FixtureRequest) -> None:
     """Gives the command the ROWS of the test's module as its input."""
     command.write(request.module.ROWS)

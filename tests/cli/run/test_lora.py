@@ -32,7 +32,7 @@ def save_sql(folder: Path, seed: int) -> Path:
     return save_adapter(folder, draw_adapter(network, seed=seed))
 
 
-def test_rows_choose_their_adapter(command: Command, adapter: Path, capsys: Any) -> None:
+def test_rows_choose_their_adapter(command: Command, adapter: Path) -> None:
     """Guards the field, the OpenAI way, an unknown name, keys that follow the weights, and the same from Python."""
     command.options += ("--device", "cpu", "--max-tokens", "8", "--token-ids", "-q", "--lora", f"sql={adapter}")
     code, (base, own, api, typo) = command.answer(ROWS)
@@ -49,5 +49,5 @@ def test_rows_choose_their_adapter(command: Command, adapter: Path, capsys: Any)
         assert "sql: " in engine.core.describe()["adapters"]
     assert command("--lora", f"new={adapter}", "--resume") == 1
     save_sql(adapter, seed=2)
-    capsys.readouterr()
-    assert command("--resume") == 2 and "another LoRA adapter" in capsys.readouterr().err
+    command.said()
+    assert command("--resume") == 2 and "another LoRA adapter" in command.said()

@@ -36,7 +36,6 @@ def command_on_rows(command: Command) -> Command:
 def test_replicas_give_the_rows_of_one_engine(
     launchers: list[InProcessLauncher],
     command: Command,
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Guards rows, --resume, --stats, the lines of -v and the summary, while a replica dies."""
@@ -44,10 +43,10 @@ def test_replicas_give_the_rows_of_one_engine(
     command.options += ("--seed", "3")
     assert command() == 1
     whole, rows = command.data, command.lines()
-    capsys.readouterr()
+    command.said()
     command.out.write_bytes(b"".join(rows[5:20]))  # what an earlier run on one engine has left
     assert command("-v", "--replicas", "3", "--resume") == 1 and command.data == whole
-    said, stats = capsys.readouterr().err, command.figures()
+    said, stats = command.said(), command.figures()
     assert (stats["rows"], stats["rows_kept"], stats["deaths"]) == (46, 15, 1)
     assert [replica["name"] for replica in stats["replicas"]] == ["replica 1", "replica 2", "replica 3"]
     assert sum(replica["rows"] for replica in stats["replicas"]) == 46
@@ -79,20 +78,16 @@ def test_rows_show_their_prompts(launchers: list[InProcessLauncher], command: Co
     assert [row["prompt_text"] for row in table][:2] == [chat["prompt_text"], "hi"]
 
 
-def test_quiet_replicas_say_nothing(
-    launchers: list[InProcessLauncher], command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quiet_replicas_say_nothing(launchers: list[InProcessLauncher], command: Command) -> None:
     """Guards -q: a replica that dies and comes back is no error."""
     command.write(ROWS[:20])
-    assert command("--replicas", "2", "-q") == 0 and capsys.readouterr().err == ""
+    assert command("--replicas", "2", "-q") == 0 and command.said() == ""
 
 
-def test_a_full_disk_ends_the_run(
-    launchers: list[InProcessLauncher], command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_ends_the_run(launchers: list[InProcessLauncher], command: Command) -> None:
     """Guards exit code 3, and replicas that would go on although nothing can be written."""
     assert command("-o", "/dev/full", "-q", "--replicas", "2") == 3
-    assert "No space left on device" in capsys.readouterr().err and launchers[0].is_closed
+    assert "No space left on device" in command.said() and launchers[0].is_closed
 
 
 @pytest.mark.parametrize("options", [(), ("--replicas", "2")])
@@ -121,16 +116,13 @@ def test_rows_of_a_pipe_are_answered_as_they_come(
 
 
 def test_what_cannot_be_loaded_is_said_at_once(
-    launchers: list[InProcessLauncher],
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    launchers: list[InProcessLauncher], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards exit code 2, and the output that is there, when options cannot be met by a replica."""
     monkeypatch.setattr(InProcessLauncher, "start", Mock(side_effect=ConfigError("There is no such device.")))
     command.out.write_text("earlier\n")
     assert command("--overwrite", "--replicas", "2") == 2
-    assert capsys.readouterr().err == "cbatch: There is no such device.\n"
+    assert command.said() == "cbatch: There is no such device.\n"
     assert command.out.read_text() == "earlier\n" and launchers[0].is_closed
 
 

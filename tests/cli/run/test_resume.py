@@ -41,11 +41,11 @@ def done(command: Command, whole: bytes) -> Command:
     return command
 
 
-def test_a_finished_file_is_left_alone(done: Command, whole: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_file_is_left_alone(done: Command, whole: bytes) -> None:
     """Guards a repeated call: all rows are kept, with the same bytes and the same exit code."""
     inode = done.out.stat().st_ino
     assert done("--resume") == 1 and done.counts() == (6, 0)
-    assert "nothing left to do: 6 rows are there, 2 of them errors" in capfd.readouterr().err
+    assert "nothing left to do: 6 rows are there, 2 of them errors" in done.said()
     assert done.data == whole and done.out.stat().st_ino == inode
 
 
@@ -59,9 +59,9 @@ def test_what_is_missing_is_run(done: Command, keep: int, order: str) -> None:
     assert done.lines() == whole if order == "input" else sorted(done.lines()) == sorted(whole)
 
 
-def test_content_is_refused_without_resume(done: Command, whole: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+def test_content_is_refused_without_resume(done: Command, whole: bytes) -> None:
     """Guards the results of an earlier run."""
-    assert done() == 2 and "--resume continues it" in capfd.readouterr().err and done.data == whole
+    assert done() == 2 and "--resume continues it" in done.said() and done.data == whole
     assert done("--overwrite") == 1 and done.counts() == (0, 6) and done.data == whole
 
 
@@ -99,16 +99,14 @@ RECOMPUTED = ("mended line", "shorter", "shifted", "--seed 1", "-m MODEL")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_no_longer_fits_is_named_and_left(
-    done: Command, whole: bytes, change: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_no_longer_fits_is_named_and_left(done: Command, whole: bytes, change: str, tmp_path: Path) -> None:
     """Guards against mixing two runs: exit code 2 with the difference, no byte changed, and what recomputing gives."""
     rows, message = CHANGES[change]
     done.write(rows)
     other = str(save_model(tmp_path / "other", generation={"eos_token_id": 3})) if "MODEL" in change else ""
     arguments = change.replace("MODEL", other).split() if change.startswith("-") else []
     assert done("--resume", *arguments) == 2
-    assert message in capfd.readouterr().err and done.data == whole
+    assert message in done.said() and done.data == whole
     if change in RECOMPUTED:
         assert done("--resume", "--recompute-changed", *arguments) == 1
         resumed = done.data
@@ -138,12 +136,12 @@ def test_options_that_do_not_concern_a_row_change_no_key(command: Command) -> No
     assert command.counts() == (4, 0)
 
 
-def test_rows_that_a_small_cache_cut_off_are_known(command: Command, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rows_that_a_small_cache_cut_off_are_known(command: Command) -> None:
     """Guards against keeping rows that a cache smaller than the context cut off; others, and their errors, are kept."""
     long = {"prompt": "hello", "max_tokens": 60, "ignore_eos": True}
     command.write([long, {"prompt": "hello", "max_tokens": 5}, {"prompt": "x " * 400}])
     assert command("--kv-blocks", "3") == 1
-    assert command("--resume") == 2 and "1 made with other sampling parameters" in capfd.readouterr().err
+    assert command("--resume") == 2 and "1 made with other sampling parameters" in command.said()
     assert command("--resume", "--kv-blocks", "3") == 1 and command.counts()[0] == 3
     assert command("--resume", "--recompute-changed") == 1 and command.counts() == (2, 1)
     assert command.rows()[0]["usage"]["completion_tokens"] == 60
@@ -160,9 +158,7 @@ def test_a_signal_during_the_final_ordering(done: Command, whole: bytes, monkeyp
     assert done("--resume") == 1 and done.data == whole
 
 
-def test_templates_with_a_clock_get_a_date(
-    command: Command, model_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_templates_with_a_clock_get_a_date(command: Command, model_folder: Path, tmp_path: Path) -> None:
     """Guards a run that is resumed after midnight: the date is an option with a fixed default, and part of the key."""
     command.model = shutil.copytree(model_folder, tmp_path / "clock")
     template = command.model / "chat_template.jinja"
@@ -170,13 +166,11 @@ def test_templates_with_a_clock_get_a_date(
     assert command("--check", "-q") == 1
     assert command() == 1 and command("--resume", "--date", "2024-07-26") == 1 and command.counts()[0] == 6
     first = command.data
-    assert command("--resume", "--date", "2024-07-27") == 2 and "--date" in capfd.readouterr().err
+    assert command("--resume", "--date", "2024-07-27") == 2 and "--date" in command.said()
     assert command("--overwrite", "--date", "2024-07-27") == 1 and command.data != first
 
 
-def test_another_writer_of_the_file_is_noticed(
-    command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_another_writer_of_the_file_is_noticed(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards an intact journal against being ordered by offsets that are no longer right."""
     finish = FileWriter.finish
 
@@ -191,10 +185,10 @@ def test_another_writer_of_the_file_is_noticed(
 
     with monkeypatch.context() as patch:
         patch.setattr(FileWriter, "finish", meddled)
-        assert command() == 3 and "Another process wrote to" in capfd.readouterr().err
+        assert command() == 3 and "Another process wrote to" in command.said()
         assert len(command.data.splitlines()) == 7
         patch.setattr(FileWriter, "finish", taken_away)
-        assert command("--overwrite") == 3 and "was removed or replaced" in capfd.readouterr().err
+        assert command("--overwrite") == 3 and "was removed or replaced" in command.said()
 
 
 def test_the_file_for_ordering_touches_nothing_of_others(command: Command, tmp_path: Path) -> None:
@@ -244,12 +238,12 @@ OTHERS += ["my novel", '{"index": 5, "precious": "data"}', '{"a": 1}', "[" * 100
 
 
 @pytest.mark.parametrize("content", OTHERS, ids=range(len(OTHERS)))
-def test_files_of_others_are_left_alone(command: Command, content: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_files_of_others_are_left_alone(command: Command, content: str) -> None:
     """Guards a file in which no line was ever a row of output, whatever the options; its end is no torn row."""
     command.out.write_text(content)
     for options in ([], ["--recompute-changed"]):
         assert command("--resume", *options) == 2 and command.out.read_text() == content
-    assert "is not a file of output rows: line 1 is not" in capfd.readouterr().err
+    assert "is not a file of output rows: line 1 is not" in command.said()
 
 
 @pytest.mark.parametrize("left", [2, 6])
@@ -259,15 +253,13 @@ def test_rows_of_older_versions_get_a_check(done: Command, whole: bytes, left: i
     assert done("--resume") == 1 and done.counts() == (left, 6 - left) and done.data == whole
 
 
-def test_a_damaged_row_may_have_replaced_an_error_row(
-    done: Command, whole: bytes, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_row_may_have_replaced_an_error_row(done: Command, whole: bytes) -> None:
     """Guards a row that --retry-errors had run again: if its bytes have changed, the old error row does not count."""
     first, *rest = done.lines()
     done.out.write_bytes(failed(first) + b"".join(rest) + first.replace(b'"text": "', b'"text": "#'))
     assert done("--resume") == 2
     assert done("--resume", "--recompute-changed") == 1 and done.data == whole and done.counts() == (3, 3)
-    assert "not kept: 1 damaged line (first: line 7, which is not as it was written" in capfd.readouterr().err
+    assert "not kept: 1 damaged line (first: line 7, which is not as it was written" in done.said()
 
 
 def test_resume_from_a_pipe(done: Command, whole: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,42 +323,34 @@ FULL, UNSYNCED = "No space left on device", "Input/output error"
     ],
 )
 def test_a_bad_disk_is_exit_3_and_resumable(
-    done: Command,
-    whole: bytes,
-    disk: BadDisk,
-    size: int | None,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    done: Command, whole: bytes, disk: BadDisk, size: int | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards the rows before a disk was full, with the last one torn at any byte; short writes; and refused syncs."""
     with monkeypatch.context() as patch:
         patch.setattr(writer_module, "os", disk)
         assert done("--overwrite") == 3
-    error = capfd.readouterr().err
+    error = done.said()
     assert message in error and "--resume" in error and "Traceback" not in error
     assert size is None or len(done.data) == size
     assert done("--resume") == 1 and done.data == whole
 
 
-def test_no_space_for_the_ordered_file(
-    done: Command, whole: bytes, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_no_space_for_the_ordered_file(done: Command, whole: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a disk that cannot hold the rows twice: exit 3, all rows there, and --resume orders them later."""
     done.out.write_bytes(b"".join(reversed(done.lines())))
     with monkeypatch.context() as patch:
         patch.setattr(FileWriter, "_complete", Mock(side_effect=OSError(errno.ENOSPC, FULL)))
-        assert done("--resume") == 3 and "Cannot order" in capfd.readouterr().err
+        assert done("--resume") == 3 and "Cannot order" in done.said()
     assert done("--resume") == 1 and done.data == whole and done.counts()[1] == 0
 
 
-def test_max_errors_stops_at_that_error(command: Command, capfd: pytest.CaptureFixture[str]) -> None:
+def test_max_errors_stops_at_that_error(command: Command) -> None:
     """Guards --max-errors: exit 3 with exactly N error rows, and --resume continues."""
     command.write(["{bad"] * 9 + ROWS)
     for number in (1, 4):
         assert command("--overwrite", "--max-errors", number) == 3
         assert len([row for row in command.rows() if row.get("error")]) == number
-        assert f"Stopped at error {number}" in capfd.readouterr().err
+        assert f"Stopped at error {number}" in command.said()
     assert command("--resume") == 1 and len(command.lines()) == 15
 
 

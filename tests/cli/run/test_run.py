@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from cbatch.batch.writer import FileWriter
 from cbatch.cli.main import run_command
 from cbatch.engine import thread as engine_thread
-from cbatch.text.detokenizer import IncrementalDetokenizer
 from tests.support.command import Command
 from tests.support.fork_server import ForkServer
 from tests.support.model_folder import save_model
@@ -33,7 +31,7 @@ ROWS = [
 ]
 
 
-def test_one_row_out_for_each_row_in(command: Command, capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_row_out_for_each_row_in(command: Command) -> None:
     """Guards the shape of output rows, error rows beside good ones, extra columns, order, exit code 1, and the end."""
     code, rows = command.answer(["\n", *ROWS, "{bad\n"])
     assert code == 1
@@ -45,7 +43,7 @@ def test_one_row_out_for_each_row_in(command: Command, capfd: pytest.CaptureFixt
     assert rows[0]["finish_reason"] == "length" and rows[0]["usage"]["completion_tokens"] == 6
     usage = {"prompt_tokens": 3, "completion_tokens": 9, "total_tokens": 12}
     assert isinstance(rows[0]["text"], str) and rows[3]["usage"] == usage
-    ended, tokens, speed, limit = capfd.readouterr().err.splitlines()[-4:]
+    ended, tokens, speed, limit = command.said().splitlines()[-4:]
     assert ended == "cbatch: 4 rows ok, 3 failed (invalid_json 1, prompt_too_long 1, unknown_parameter 1)"
     assert tokens.endswith("output tokens") and "tokens/s" in speed and limit.startswith("cbatch: limited by ")
 
@@ -103,12 +101,12 @@ def test_a_system_message_does_not_need_a_template(command: Command, model_folde
     assert command.answer(ROWS[:1], "-m", str(folder), "--system", "be brief") == (0, plain)
 
 
-def test_max_errors_writes_held_rows(command: Command, capfd: pytest.CaptureFixture[str]) -> None:
+def test_max_errors_writes_held_rows(command: Command) -> None:
     """Guards finished rows that wait for one that will not come."""
     rows = [{"prompt": "long", "max_tokens": 200}, {"prompt": ""}, {"prompt": "a", "max_tokens": 1}, {"prompt": ""}]
     command.write(rows)
     assert command("-o", "-", "--max-errors", "2") == 3
-    assert json.loads(capfd.readouterr().out.splitlines()[-1])["index"] == 3
+    assert json.loads(command.printed.readouterr().out.splitlines()[-1])["index"] == 3
 
 
 @pytest.mark.slow
@@ -123,52 +121,48 @@ def test_closed_streams(tmp_path: Path) -> None:
     assert len(read_rows(out)) == 1
 
 
-def test_check_runs_nothing_and_reports(command: Command, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_check_runs_nothing_and_reports(command: Command, tmp_path: Path) -> None:
     """Guards --check: bad rows are named, prompts counted in tokens, shared beginnings found, no output written."""
     same = {"prompt_token_ids": list(range(10, 50)), "max_tokens": 5}
     assert command.answer([*ROWS, same, same], "--check", "--block-size", "16", "-q") == (1, [])
-    report = json.loads(capfd.readouterr().out)
+    report = command.report()
     assert (report["rows"], report["bad_rows"]) == (8, 2)
     assert report["errors"] == {"unknown_parameter": 1, "prompt_too_long": 1}
     assert [error["index"] for error in report["first_errors"]] == [1, 4]
     assert report["prompt_tokens"]["max"] == 40 and report["max_new_tokens"]["total"] == 6 + 3 + 9 + 40 + 5 + 5
     assert report["shared_prefix_tokens"] == 32 and report["kv_cache"]["longest_row_tokens"] >= 45
     assert command.answer(ROWS[:1], "--check", "-q") == (0, []) and not (tmp_path / "out.jsonl").exists()
-    assert json.loads(capfd.readouterr().out)["bad_rows"] == 0
+    assert command.report()["bad_rows"] == 0
 
 
-def test_check_notices_doubled_ids(
-    command: Command, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_notices_doubled_ids(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards results that could not be told apart (1 and 1.0 are two ids), and memory and report against many ids."""
     ids: list[Any] = ["a", None, "b", "a", 1, None, "a", 1.0, "1"]
     rows = [{"prompt": "x", **({"id": name} if name is not None else {})} for name in ids]
     assert command.answer([*rows, {"prompt": 3, "custom_id": "b"}], "--check", "-q") == (1, [])
-    report = json.loads(capfd.readouterr().out)
+    report = command.report()
     assert report["doubled_ids"] == 3 and report["bad_rows"] == 1
     assert report["first_doubled_ids"] == [
         {"id": "a", "index": 3, "first_index": 0},
         {"id": "a", "index": 6, "first_index": 0},
         {"id": "b", "index": 9, "first_index": 2},
     ]
-    assert command.answer(rows, "--check", "-q") == (0, []) and json.loads(capfd.readouterr().out)["doubled_ids"] == 2
+    assert command.answer(rows, "--check", "-q") == (0, []) and command.report()["doubled_ids"] == 2
     long = [{"id": "x" * 100_000, **row} for row in ({"prompt": "a"}, {"prompt": ""})]
     assert command.answer(long, "--check", "-q")[0] == 1
-    report = json.loads(said := capfd.readouterr().out)
-    assert len(said) < 3000 and report["first_doubled_ids"][0]["id"] == report["first_errors"][0]["id"]
+    report = command.report()
+    assert len(json.dumps(report)) < 3000 and report["first_doubled_ids"][0]["id"] == report["first_errors"][0]["id"]
     monkeypatch.setattr("cbatch.cli.run.check.MAX_IDS", 2)
     command.answer([{"prompt": "x", "id": name} for name in "abccab"], "--check", "-q")
-    assert [one["index"] for one in json.loads(capfd.readouterr().out)["first_doubled_ids"]] == [4, 5]
+    assert [one["index"] for one in command.report()["first_doubled_ids"]] == [4, 5]
 
 
-def test_check_estimates_what_a_run_takes(
-    command: Command, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_estimates_what_a_run_takes(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards --estimate: on rows that all fit in the trial, it is what the run then does; bad rows do not count."""
     rows = [{"prompt_token_ids": [5, 6, number], "max_tokens": 4 + number, "ignore_eos": True} for number in range(20)]
     options = ("--check", "--estimate", "--max-seqs", "5")
     assert command.answer([*rows, {"prompt": 3}], *options)[0] == 1
-    captured = capfd.readouterr()
+    captured = command.printed.readouterr()
     estimate = json.loads(captured.out)["estimate"]
     total = sum(4 + number for number in range(20))
     assert estimate["output_tokens"] == {"least": total, "likely": total, "most": total}
@@ -176,10 +170,10 @@ def test_check_estimates_what_a_run_takes(
     assert "cbatch: estimate: " in captured.err and "cbatch: held back by " in captured.err
     monkeypatch.setattr("cbatch.cli.run.estimate.TRIAL_SECONDS", 0.0)
     assert command.answer(rows, *options, "-q") == (0, [])
-    captured = capfd.readouterr()
+    captured = command.printed.readouterr()
     assert json.loads(captured.out)["estimate"]["seconds"]["likely"] >= 0 and not captured.err
     assert command.answer([{"prompt": 3}], *options, "-q") == (1, [])
-    assert json.loads(capfd.readouterr().out)["estimate"] is None
+    assert command.report()["estimate"] is None
 
 
 def test_template_kwargs(command: Command) -> None:
@@ -192,7 +186,7 @@ def test_template_kwargs(command: Command) -> None:
         assert command("--template-kwargs", wrong) == 2
 
 
-def test_other_names_of_parameters_as_options(command: Command, capfd: pytest.CaptureFixture[str]) -> None:
+def test_other_names_of_parameters_as_options(command: Command) -> None:
     """Guards --param with names of vLLM and ollama, and with names that are not available or misspelt."""
     _, (row,) = command.answer(ROWS[:1], "--param", "num_predict=2", "--param", 'guided_choice=["yes"]')
     assert row["text"] == "yes"[: len(row["text"])]
@@ -200,16 +194,16 @@ def test_other_names_of_parameters_as_options(command: Command, capfd: pytest.Ca
     said = ("'temperature'", "num_ctx is not available", "--seed", "not valid JSON", "--template-kwargs", "'top_p'")
     for param, message in zip(wrong, said, strict=True):
         assert command.answer(ROWS[:1], "--param", param)[0] == 2
-        assert message in " ".join(capfd.readouterr().err.split())
+        assert message in " ".join(command.said().split())
 
 
-def test_timings_and_verbose(command: Command, capfd: pytest.CaptureFixture[str]) -> None:
+def test_timings_and_verbose(command: Command) -> None:
     """Guards rows against times unless --timings is given; -v prints each error."""
     _, (row,) = command.answer(ROWS[:1], "--timings")
     assert 0 < row["ttft_s"] <= row["elapsed_s"] and row["cached_tokens"] == 0
     code, (row,) = command.answer(ROWS[1:2], "-v")
     assert code == 1 and not {"ttft_s", "elapsed_s", "cached_tokens"} & row.keys()
-    error = capfd.readouterr().err
+    error = command.said()
     assert "cbatch: line 1: unknown parameter 'temperatur'" in error and "cbatch: attention: reference" in error
 
 
@@ -225,17 +219,17 @@ def test_stats_are_written_however_it_ends(
     assert stats.keys() >= {"rows_kept", "errors", "cached_tokens", "load_s", "elapsed_s", "steps", "tpot_s"}
 
 
-def test_stats_go_to_stdout_if_rows_do_not(command: Command, capfd: pytest.CaptureFixture[str]) -> None:
+def test_stats_go_to_stdout_if_rows_do_not(command: Command) -> None:
     """Guards --stats -, its figures against digits that no clock has, words against “1 rows”, and rows against both."""
     code, rows = command.answer(ROWS[:1], "--stats", "-", "--timings")
-    shown = capfd.readouterr()
+    shown = command.printed.readouterr()
     stats = json.loads(shown.out)
     assert code == 0 and stats["rows"] == 1 and "cbatch: 1 row ok, 0 failed" in shown.err
     times = [stats["load_s"], stats["elapsed_s"], *stats["ttft_s"].values(), rows[0]["ttft_s"], rows[0]["elapsed_s"]]
     assert all(value > 0 and value == round(value, 6) for value in times)
     for arguments in (["-o", "-"], ["--check", "--overwrite"]):
         assert command("--stats", "-", *arguments) == 2
-        assert "--stats - writes to stdout, where other output goes" in capfd.readouterr().err
+        assert "--stats - writes to stdout, where other output goes" in command.said()
 
 
 def test_system_option_reaches_rows_without_a_system_message(command: Command) -> None:
@@ -279,9 +273,7 @@ def failing_step(monkeypatch: pytest.MonkeyPatch, number: int, failures: list[Ex
     monkeypatch.setattr(engine_thread.SteppingEngine, "step", failing)
 
 
-def test_a_failing_engine_is_exit_3_and_keeps_what_is_done(
-    command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failing_engine_is_exit_3_and_keeps_what_is_done(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards finished rows against a crash in a later step, even if they are written slowly; and against hanging."""
     write = FileWriter.write
 
@@ -294,42 +286,19 @@ def test_a_failing_engine_is_exit_3_and_keeps_what_is_done(
     rows = [{"prompt": "a", "max_tokens": 2}] * 6 + [{"prompt": "b", "max_tokens": 90, "ignore_eos": True}]
     code, made = command.answer(rows)
     assert code == 3 and sorted(row["index"] for row in made) == [0, 1, 2, 3, 4, 5]
-    assert "on fire" in capsys.readouterr().err
+    assert "on fire" in command.said()
 
 
-def test_a_failed_step_is_reported_and_costs_no_row(
-    command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_step_is_reported_and_costs_no_row(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a run against one step that fails: the same rows, exit code 0, and a note in the summary."""
     rows = [{"id": n, "prompt": f"row {n}", "temperature": 1.0, "max_tokens": 9} for n in range(5)]
     expected, failures = command.answer(rows), [RuntimeError("a hiccup")]
     failing_step(monkeypatch, 4, failures)
     assert command.answer(rows) == expected and not failures
-    assert "1 retried (RuntimeError: a hiccup)" in capfd.readouterr().err
+    assert "1 retried (RuntimeError: a hiccup)" in command.said()
 
 
-def test_a_text_that_cannot_be_made_is_its_row_s_error(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the other rows: texts are made on the writer's thread, and one that fails is one error row."""
-    rows = [{"prompt": "a", "max_tokens": 6, "temperature": 1.0, "seed": n} for n in range(8)]
-    _, expected = command.answer(rows, "--token-ids")
-    push, victim = IncrementalDetokenizer.push_all, expected[0]["token_ids"][2]
-
-    def failing(self: IncrementalDetokenizer, token_ids: list[int]) -> str:
-        if victim in token_ids:
-            raise RuntimeError("no such byte")
-        return push(self, token_ids)
-
-    monkeypatch.setattr(IncrementalDetokenizer, "push_all", failing)
-    code, found = command.answer(rows, "--token-ids")
-    assert code == 1 and {"error" in row for row in found} == {True, False}
-    for row, wanted in zip(found, expected, strict=True):
-        if victim in wanted["token_ids"]:
-            assert row["error"]["code"] == "internal_error" and "no such byte" in row["error"]["message"]
-        else:
-            assert row == wanted
-
-
-def test_code_of_a_model_is_never_run(command: Command, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_code_of_a_model_is_never_run(command: Command, tmp_path: Path) -> None:
     """Guards against remote code: not run, and not asked about."""
     command.model = shutil.copytree(command.model, tmp_path / "remote")
     config = json.loads((command.model / "config.json").read_text())
@@ -338,7 +307,7 @@ def test_code_of_a_model_is_never_run(command: Command, tmp_path: Path, capfd: p
     marker = tmp_path / "marker"
     (command.model / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass C: pass\nclass M: pass\n")
     assert command.answer(["y"] * 5, "--format", "text") == (2, []) and not marker.exists()
-    said = capfd.readouterr()
+    said = command.printed.readouterr()
     assert said.out == "" and said.err.startswith("cbatch: Cannot load") and "Traceback" not in said.err
 
 
@@ -355,26 +324,14 @@ def test_missing_weights_are_not_invented(
 
 
 @pytest.mark.slow
-def test_the_command_in_a_pipeline(model_folder: Path) -> None:
+def test_the_command_in_a_pipeline(runs: ForkServer, command: Command) -> None:
     """Guards stdin to stdout: data only on stdout, no bars or codes on a stderr that is not a terminal."""
-    data = "".join(json.dumps(row) + "\n" for row in ROWS)
-    command = [sys.executable, "-m", "cbatch", "run", "-m", str(model_folder)]
-    done = subprocess.run(command, input=data, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert [json.loads(line)["index"] for line in done.stdout.splitlines()] == list(range(len(ROWS)))
-    assert "4 rows ok, 2 failed" in done.stderr and "\x1b" not in done.stderr and "\r" not in done.stderr
-
-
-@pytest.mark.slow
-def test_a_reader_that_goes_away_is_exit_141(runs: ForkServer, command: Command) -> None:
-    """Guards `cbatch run | head -1`: silent, and the exit code a shell expects."""
-    command.write([{"prompt": "a", "max_tokens": 2}] * 500)
-    pipe, stderr = command.folder / "pipe", command.folder / "stderr"
-    os.mkfifo(pipe)
-    run = runs.start(*command.words("-q", "-o", "-"), stdout=str(pipe), stderr=str(stderr))
-    with pipe.open() as reader:
-        reader.readline()
-    assert (run.code(), stderr.read_text()) == (141, "")
+    command.write(ROWS)
+    out, err = command.folder / "stdout", command.folder / "stderr"
+    files = {"stdin": str(command.source), "stdout": str(out), "stderr": str(err)}
+    assert runs.start("run", "-m", command.model, **files).code() == 1
+    assert [row["index"] for row in read_rows(out)] == list(range(len(ROWS)))
+    assert "4 rows ok, 2 failed" in (said := err.read_text()) and "\x1b" not in said and "\r" not in said
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ def whole(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Comma
     return command
 
 
-def test_resuming_loses_no_try(command: Command, whole: Command, capfd: pytest.CaptureFixture[str]) -> None:
+def test_resuming_loses_no_try(command: Command, whole: Command) -> None:
     """Guards a run that was cut off, and other checks: the same bytes, or a refusal that names the option."""
     stats = whole.figures()
     done = [row for row in whole.rows() if "validation" in row]
@@ -39,10 +39,10 @@ def test_resuming_loses_no_try(command: Command, whole: Command, capfd: pytest.C
         command.out.write_bytes(b"".join(reversed(lines[len(lines) - keep :])) + lines[0][:30])
         assert command("--resume", "--max-seqs", "2", *TRIES) == 1
         assert command.data == whole.data and command.counts()[0] == keep
-    assert "further tries" in capfd.readouterr().err
+    assert "further tries" in command.said()
     for other in ((), TRIES[:2], (*TRIES[:2], "--tries", "4"), ("--validate", "regex=(?s).*", *TRIES[2:])):
         assert command("--resume", *other) == 2
-        assert "--validate, --tries" in capfd.readouterr().err and command.data == whole.data
+        assert "--validate, --tries" in command.said() and command.data == whole.data
 
 
 def test_retry_errors_tries_further_seeds(command: Command) -> None:

@@ -29,9 +29,7 @@ def tokens_of(command: Command) -> Path:
 
 
 @pytest.mark.parametrize(("name", "options"), [("out.jsonl", JOURNAL), ("out.csv", ())])
-def test_unfinished_answers_go_on(
-    command: Command, whole: bytes, capfd: pytest.CaptureFixture[str], name: str, options: tuple[str, ...]
-) -> None:
+def test_unfinished_answers_go_on(command: Command, whole: bytes, name: str, options: tuple[str, ...]) -> None:
     """Guards a run that was broken off: --resume goes on in the middle, also without journaling itself."""
     command.out = command.folder / name
     assert command(*JOURNAL, *BROKEN_OFF) == 3
@@ -46,7 +44,7 @@ def test_unfinished_answers_go_on(
     second = command.figures()
     assert second["rows_continued"] == second["rows"] == 3 and second["rows_kept"] == 16
     assert second["reused_tokens"] >= 3 * 10 and second["output_tokens"] + second["reused_tokens"] == 3 * 200
-    assert ", 3 continued" in capfd.readouterr().err
+    assert ", 3 continued" in command.said()
 
 
 def test_a_run_without_finished_rows_goes_on(command: Command, whole: bytes) -> None:
@@ -57,13 +55,13 @@ def test_a_run_without_finished_rows_goes_on(command: Command, whole: bytes) -> 
     assert command.figures()["rows_continued"] == 3
 
 
-def test_tokens_are_not_dropped_unasked(command: Command, capfd: pytest.CaptureFixture[str]) -> None:
+def test_tokens_are_not_dropped_unasked(command: Command) -> None:
     """Guards hours of work against a command without --resume, and a new run against old tokens."""
     assert command(*JOURNAL, *BROKEN_OFF) == 3
     command.out.unlink()
     before = tokens_of(command).read_bytes()
     assert command() == 2 and tokens_of(command).read_bytes() == before
-    assert "has unfinished answers of an earlier run; --resume continues it, --overwrite" in capfd.readouterr().err
+    assert "has unfinished answers of an earlier run; --resume continues it, --overwrite" in command.said()
     assert command("--overwrite") == 1 and command.figures()["rows_continued"] == 0 and not tokens_of(command).exists()
 
 
@@ -120,7 +118,7 @@ def short(command: Command, truncated: Truncated) -> Command:
 CONTINUED = ("--resume", "--continue-truncated", "--token-ids")
 
 
-def test_truncated_answers_go_on(short: Command, truncated: Truncated, capfd: pytest.CaptureFixture[str]) -> None:
+def test_truncated_answers_go_on(short: Command, truncated: Truncated) -> None:
     """Guards --continue-truncated: the bytes of a run that had the larger limit; only what is missing is generated."""
     ended = [row["index"] for row in short.rows()[:12] if row["finish_reason"] == "length"]
     assert 0 < len(ended) < 12, "rows of both kinds"
@@ -128,32 +126,30 @@ def test_truncated_answers_go_on(short: Command, truncated: Truncated, capfd: py
     stats = short.figures()
     assert stats["rows_continued"] >= len(ended) + 2 and stats["rows_kept"] >= 12 - len(ended) + 2
     assert stats["output_tokens"] <= truncated.total - 6 * stats["rows_continued"]
-    assert "that --max-tokens ended go on; " in capfd.readouterr().err
+    assert "that --max-tokens ended go on; " in short.said()
     assert short(*CONTINUED, "--max-tokens", "40") == 1
     assert short.counts()[1] == 0 and comparable(short) == truncated.whole
 
 
-def test_answers_without_token_ids_begin_anew(command: Command, capfd: pytest.CaptureFixture[str]) -> None:
+def test_answers_without_token_ids_begin_anew(command: Command) -> None:
     """Guards exactness: a text does not tell its tokens. Rows that ended by themselves stay."""
     command.write(TRUNCATED)
     assert command("--max-tokens", "40") == 1
     whole = comparable(command)
     assert command("--max-tokens", "6", "--overwrite") == 1
     assert command("--resume", "--max-tokens", "40") == 2, "without the option, all rows differ"
-    capfd.readouterr()
+    command.said()
     assert command("--resume", "--continue-truncated", "--max-tokens", "40") == 1
     assert comparable(command) == whole and command.figures()["rows_continued"] == 0 and command.counts()[0] >= 3
-    assert "of a run with fewer --max-tokens begin anew" in capfd.readouterr().err
+    assert "of a run with fewer --max-tokens begin anew" in command.said()
 
 
-def test_other_changes_are_still_refused(
-    short: Command, truncated: Truncated, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_other_changes_are_still_refused(short: Command, truncated: Truncated) -> None:
     """Guards keys: only a larger limit is taken over, not another temperature, seed or input, nor a smaller limit."""
     for other in (["--max-tokens", "40", "--seed", "1"], ["--max-tokens", "4"], ["--max-tokens", "40", "--top-k", "3"]):
-        assert short(*CONTINUED, *other) == 2 and "other sampling parameters" in capfd.readouterr().err
+        assert short(*CONTINUED, *other) == 2 and "other sampling parameters" in short.said()
     short.write([{"prompt": "changed"}, *TRUNCATED[1:]])
-    assert short(*CONTINUED, "--max-tokens", "40") == 2 and "another input" in capfd.readouterr().err
+    assert short(*CONTINUED, "--max-tokens", "40") == 2 and "another input" in short.said()
     assert short.data == truncated.short
 
 
