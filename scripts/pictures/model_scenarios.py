@@ -24,19 +24,17 @@ from tests.support.model_checks import (
     UNSEEN,
     Fault,
     Outputs,
-    eager_attention,
     run_combined,
     with_fault,
 )
 from tests.support.planted_faults import STATE_FAULTS, leak_neighbour, shift_positions, widen_window
-from tests.support.tiny_models import generate_alone, make_engine, make_prompts
+from tests.support.tiny_models import eager_attention, generate_alone, make_engine, make_prompts
 
 
 def compare_all_scenarios(network: Any, engine: SteppingEngine) -> list[str]:
     """Runs each scenario alone, and compares it with `generate` of transformers. Returns those that differ."""
     network.generation_config.eos_token_id = None
-    with eager_attention(network):
-        expected = generate_alone(network, PROMPTS, LENGTHS)
+    expected = generate_alone(network, PROMPTS, LENGTHS)
     runs: dict[str, Callable[[], Outputs]] = {
         "whole prompts": lambda: run_all_at_once(network, max_batch_tokens=256, prefix_cache=False),
         "chunks of 7 tokens": lambda: run_all_at_once(network, max_batch_tokens=7, prefix_cache=False),

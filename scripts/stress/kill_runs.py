@@ -8,13 +8,22 @@ The rows are sampled on a tiny random model; some are large, one is bad. Needs t
 from __future__ import annotations
 
 import argparse
+import random
 import tempfile
 from contextlib import closing
 from pathlib import Path
 
-from tests.support.fork_server import ForkServer
-from tests.support.kill_runs import KillTest
+from tests.support.fork_server import ForkServer, KillPoint
+from tests.support.kill_runs import Aim, KillTest
 from tests.support.model_folder import save_model
+
+
+def kill_at_random(test: KillTest, chance: random.Random, kills: int) -> None:
+    """Batches that are killed at random, until there were so many kills."""
+    while (left := kills - test.counts.aims.total()) > 0:
+        points: list[Aim] = [KillPoint("write", chance.randint(1, 3)), KillPoint("pread", chance.randint(1, 36))]
+        points += [KillPoint("replace"), KillPoint("after replace"), "any moment", "any moment", "any moment"]
+        test.run_batch(chance.sample(points, min(chance.randint(1, 6), left)))
 
 
 def main() -> None:
@@ -38,8 +47,10 @@ def main() -> None:
             options += ["--journal-tokens", "--journal-interval", "0.02"]
         longest = 120 if arguments.journal_tokens else 40
         test = KillTest(server, Path(folder), model, arguments.seed, options=options, most_tokens=longest)
+        chance = random.Random(arguments.seed)
         for kills in range(50, arguments.kills + 50, 50):
-            print(test.run_random(min(kills, arguments.kills)), flush=True)
+            kill_at_random(test, chance, min(kills, arguments.kills))
+            print(test.counts, flush=True)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from cbatch.base.params import SamplingParams
 from cbatch.batch.map import MapWriter
 from cbatch.requests.completion import Completion
 from tests.support.command import Command
-from tests.support.fake_replicas import wait_until
+from tests.support.faults import wait_until
 from tests.support.rows import parse_rows, read_rows
 from tests.support.shared_engine import check_idle
 

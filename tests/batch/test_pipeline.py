@@ -24,7 +24,7 @@ from cbatch.batch.writer import StreamWriter, run_stream
 from cbatch.cli.run.stats import RunStats
 from scripts.benchmarks.rows import measure_apart
 from tests.support.command import Command
-from tests.support.fake_replicas import wait_until
+from tests.support.faults import wait_until
 from tests.support.rows import parse_rows
 
 

@@ -18,7 +18,7 @@ from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.lines import Line
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
-from tests.support.fake_replicas import wait_until
+from tests.support.faults import wait_until
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from cbatch.cli.common.loading import show_loaded
 from cbatch.cli.main import run_command
 from cbatch.engine import stepping_engine
 from cbatch.engine.kernel_checks.kernel_check import KernelCheck, Workload
+from tests.support.command import Command
 from tests.support.gpu_machine import Machine
 
 
@@ -77,7 +78,7 @@ def test_info_tells_of_a_gpu_that_cannot_be_used(
 
 
 def test_a_fallback_is_told(
-    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards users of slow kernels: `info` and `--stats` say why they are slow; without a reason there is no line."""
     choose = stepping_engine.choose_execution
@@ -87,15 +88,12 @@ def test_a_fallback_is_told(
             return replace(choose(*arguments), fallback=sentence)
 
         monkeypatch.setattr(stepping_engine, "choose_execution", choose_with)
-        model = ["-m", str(model_folder), "--kv-blocks", "10", "--device", "cpu"]
-        assert run_command(["info", *model]) == 0
+        options = ["--kv-blocks", "10", "--device", "cpu"]
+        assert run_command(["info", "-m", str(command.model), *options]) == 0
         shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fallback")]
         assert shown == ([f"fallback      {sentence}"] if sentence else [])
-        (tmp_path / "in.jsonl").write_text('{"prompt": "a", "max_tokens": 1}\n')
-        stats, out = f"{tmp_path}/stats.json", f"{tmp_path}/out.jsonl"
-        files = [f"{tmp_path}/in.jsonl", "-o", out, "--overwrite", "--stats", stats]
-        assert run_command(["run", "-q", *files, *model]) == 0
-        assert json.loads(Path(stats).read_text())["fallback"] == sentence
+        assert command.answer([{"prompt": "a", "max_tokens": 1}], "-q", *options)[0] == 0
+        assert command.figures()["fallback"] == sentence
 
 
 def run_check(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[int, str]:

@@ -17,8 +17,9 @@ from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.runtime.batch import Logits
 from cbatch.text.detokenizer import IncrementalDetokenizer
 from tests.support.generation import generate
+from tests.support.model_checks import reference_logits
 from tests.support.model_folder import save_model
-from tests.support.tiny_models import make_engine, make_network, make_prompts
+from tests.support.tiny_models import generate_alone, make_engine, make_network, make_prompts
 
 LENGTHS = [3, 40, 17, 1, 25]
 
@@ -35,15 +36,7 @@ def demo() -> Engine:
 
 def plain_logprobs(token_ids: list[int]) -> torch.Tensor:
     """Log-probabilities [T, V] by the model's own forward: row t is of the token that follows t."""
-    model = network()
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        with torch.inference_mode():
-            logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0].float().log_softmax(-1)
-    finally:
-        model.set_attn_implementation(before)
-    return logits
+    return reference_logits(network(), [token_ids])[0].float().log_softmax(-1)
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -147,21 +140,13 @@ def test_penalties_see_what_was_generated(heat: float) -> None:
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_allowed_tokens_are_those_of_generate(settings: dict[str, Any]) -> None:
     """Guards allowed_token_ids against transformers, chunked and preempted, beside rows without a list."""
-    engine, model, prompts = make_engine(network(), **settings), network(), make_prompts(LENGTHS)
+    engine, prompts = make_engine(network(), **settings), make_prompts(LENGTHS)
     allowed = list(range(5, 80, 7))
     plain, listed = SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, allowed_token_ids=allowed)
     outputs = generate(engine, prompts * 2, [plain] * len(prompts) + [listed] * len(prompts))
     assert [one.token_ids for one in outputs[:5]] == [one.token_ids for one in generate(engine, prompts, plain)]
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    for prompt, output in zip(prompts, outputs[5:], strict=True):
-        ids = torch.tensor([prompt])
-        options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-        expected = model.generate(
-            ids, attention_mask=torch.ones_like(ids), prefix_allowed_tokens_fn=lambda batch, ids: allowed, **options
-        )
-        assert output.token_ids == expected[0, len(prompt) :].tolist()
-    model.set_attn_implementation(before)
+    expected = generate_alone(network(), prompts, [12] * 5, prefix_allowed_tokens_fn=lambda batch, ids: allowed)
+    assert [one.token_ids for one in outputs[5:]] == expected
 
 
 def test_an_end_token_must_be_allowed_too() -> None:
@@ -284,13 +269,8 @@ def test_settings_of_the_model_s_folder_hold(tmp_path: Path) -> None:
     assert set(engine.loaded.not_applied) == {"num_beams", "min_length"} and engine.loaded.defaults.min_tokens == 4
     prompts = [[5, 9, 5, 9, 30], [7] * 12]
     outputs = engine.generate(prompts, engine.loaded.defaults.merged({"ignore_eos": True}))
-    network_ = engine.loaded.network
-    network_.set_attn_implementation("eager")
-    for prompt, output in zip(prompts, outputs, strict=True):
-        ids = torch.tensor([prompt])
-        options = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, "pad_token_id": 0, "num_beams": 1}
-        expected = network_.generate(ids, attention_mask=torch.ones_like(ids), repetition_penalty=1.3, **options)
-        assert output.token_ids == expected[0, len(prompt) :].tolist()
+    expected = generate_alone(engine.loaded.network, prompts, [9, 9], num_beams=1, repetition_penalty=1.3)
+    assert [one.token_ids for one in outputs] == expected
 
 
 @pytest.mark.parametrize(

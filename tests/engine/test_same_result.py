@@ -1,4 +1,4 @@
-"""The same request gives the same result through `generate`, `stream`, `map`, asyncio, `cbatch run` and the chat."""
+"""The same request gives the same result through `generate`, `stream`, asyncio, `cbatch run` and the chat."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import torch
 from cbatch import Completion, Engine
 from cbatch.base.chat_template_options import FIXED_DATE
 from cbatch.batch.row import format_result
-from cbatch.cli.main import run_command
 from tests.support.chat_harness import ChatHarness, reply_of
 from tests.support.chat_templates import DEEPSEEK_R1, LLAMA3, MISTRAL_LIST, QWEN3
+from tests.support.command import Command
 from tests.support.model_folder import make_tokenizer, save_model
-from tests.support.rows import without_check, write_rows
+from tests.support.rows import without_check
 from tests.support.samples import sampled
 from tests.support.tiny_models import make_network
 from tests.support.tool_calls import tool
@@ -105,18 +105,6 @@ def forced_by(family: Family) -> dict[str, Any]:
     return {"regex": family.pattern, "max_tokens": 100, "logit_bias": {CLOSING: 4}, **WARM}
 
 
-def rows_of(family: Family) -> list[dict[str, Any]]:
-    forced = forced_by(family)
-    tools = {"tools": TOOLS} if family.num_calls else {}
-    special = [
-        {"messages": [USER], **forced, "n": 2, **tools, "id": "forced"},
-        {"messages": [USER], **forced, **tools, "tool_choice": "none"},
-        {"messages": [USER], **forced, **tools, "max_tokens": 3, "logprobs": 0},
-        call("chat/completions", messages=[USER], **tools, **forced),
-    ]
-    return [*COMMON, *special, *(row for _, row in REFUSED), ALIEN[1]]
-
-
 @pytest.fixture(
     scope="module",
     params=sampled(FAMILIES, 1, keep=["Qwen"]),
@@ -151,7 +139,15 @@ def engine(folder: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def rows(family: Family) -> list[dict[str, Any]]:
-    return rows_of(family)
+    forced = forced_by(family)
+    tools = {"tools": TOOLS} if family.num_calls else {}
+    special = [
+        {"messages": [USER], **forced, "n": 2, **tools, "id": "forced"},
+        {"messages": [USER], **forced, **tools, "tool_choice": "none"},
+        {"messages": [USER], **forced, **tools, "max_tokens": 3, "logprobs": 0},
+        call("chat/completions", messages=[USER], **tools, **forced),
+    ]
+    return [*COMMON, *special, *(row for _, row in REFUSED), ALIEN[1]]
 
 
 @pytest.fixture(scope="module")
@@ -162,11 +158,9 @@ def completions(engine: Engine, rows: list[dict[str, Any]]) -> list[Completion]:
 @pytest.fixture(scope="module")
 def lines(folder: Path, rows: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     """The lines that `cbatch run` writes for the rows."""
-    place = tmp_path_factory.mktemp("run")
-    write_rows(place / "in.jsonl", rows)
-    options = ["-m", str(folder), "--device", "cpu", "--dtype", "float32", "--max-tokens", "12"]
-    assert run_command(["run", str(place / "in.jsonl"), "-o", str(place / "out.jsonl"), *options]) == 1
-    return (place / "out.jsonl").read_bytes().splitlines(keepends=True)
+    command = Command(tmp_path_factory.mktemp("run"), folder, rows)
+    assert command("--device", "cpu", "--max-tokens", "12") == 1
+    return command.lines()
 
 
 def without_place(row: dict[str, Any]) -> dict[str, Any]:
@@ -207,12 +201,6 @@ def test_generate_equals_run(completions: list[Completion], lines: list[bytes]) 
         if completion.error is not None:
             made, read = without_place(made), without_place(read)
         assert is_same(made, read)
-
-
-def test_map_equals_run(engine: Engine, rows: list[dict[str, Any]], lines: list[bytes]) -> None:
-    """Guards `map`, errors and their keys too."""
-    for made, line in zip(engine.map(rows, params=SHARED), lines, strict=True):
-        assert is_same(made.to_dict(), without_check(json.loads(line)))
 
 
 def test_a_stream_equals_generate(engine: Engine, rows: list[dict[str, Any]], completions: list[Completion]) -> None:

@@ -26,6 +26,7 @@ from cbatch.base.request import EventCallback, Request
 from cbatch.engine.stats import StepRecord
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
+from tests.support.faults import wait_until
 from tests.support.generation import generate
 from tests.support.shared_engine import CONFIG, LONG, SHORT, SharedEngineStress, check_idle, new_engine
 from tests.support.tiny_models import loaded, make_network
@@ -65,10 +66,7 @@ def run_together(*calls: Callable[[], Any]) -> list[Any]:
 
 
 def wait_for_tokens(engine: Engine, count: int = 1) -> None:
-    deadline = time.monotonic() + 20
-    while engine.stats().num_tokens < count:
-        assert time.monotonic() < deadline, "the engine generates nothing"
-        time.sleep(0.001)
+    wait_until(lambda: engine.stats().num_tokens >= count)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from cbatch.api import Engine
 from cbatch.base.params import SamplingParams
 from cbatch.engine.streams import AsyncStream, Stream
 from cbatch.requests.output_processor import StreamEvent
+from tests.support.faults import wait_until
 from tests.support.shared_engine import (
     LONG,
     SHORT,
@@ -100,10 +101,7 @@ def test_an_idle_engine_holds_no_request(engine: Engine) -> None:
         assert len(list(stream)) == 6
         del stream
         check_idle(engine)
-        deadline = time.monotonic() + 1
-        while reader() is not None and time.monotonic() < deadline:
-            time.sleep(0.001)
-        assert reader() is None
+        wait_until(lambda: reader() is None, 1)
 
 
 def test_closing_a_stream_wakes_its_reader(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,10 +168,7 @@ def test_a_stream_keeps_its_engine() -> None:
     assert len(list(stream())) == len(run(astream())) == 12
     assert [one.error for one in new_engine().map([[1, 2], [3]], params={"max_tokens": 6})] == [None, None]
     gc.collect()
-    deadline = time.monotonic() + 5
-    while set(threading.enumerate()) - before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not set(threading.enumerate()) - before
+    wait_until(lambda: not set(threading.enumerate()) - before, 5)
 
 
 # Loops of asyncio.

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, assert_type
 
 import pytest
@@ -36,12 +35,6 @@ class Row(TypedDict):
 PARAMS = SamplingParams(max_tokens=2)
 USER = {"role": "user", "content": "Hi"}
 WEATHER: dict[str, object] = {"type": "function", "function": {"name": "weather", "parameters": None}}
-
-
-@pytest.fixture(scope="module")
-def engine(model_folder: Path) -> Iterator[Engine]:
-    with Engine(str(model_folder), device="cpu", dtype="float32") as engine:
-        yield engine
 
 
 def test_one_prompt_gives_one_completion(engine: Engine) -> None:

@@ -15,7 +15,7 @@ from cbatch.isolate.child import Limits
 from cbatch.isolate.sandbox import Sandbox
 from cbatch.isolate.worker import WorkerDied, WorkerFailed
 from tests.isolate.test_worker import is_over
-from tests.support.fake_replicas import wait_until
+from tests.support.faults import wait_until
 
 STUB = "tests.isolate.stubs:Stub"
 LIMITS = Limits(memory=512 << 20, cpu_seconds=0.3, wall_seconds=2.0)

@@ -24,7 +24,7 @@ from cbatch.base.model_files import InvalidFile
 from cbatch.isolate import channel, worker
 from cbatch.isolate.channel import Channel
 from cbatch.isolate.worker import Worker, WorkerDied, child_command
-from tests.support.fake_replicas import wait_until
+from tests.support.faults import wait_until
 
 SOON_S = 20.0
 """More than anything here takes on a machine that is busy, and less than a stub stays silent."""

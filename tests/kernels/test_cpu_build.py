@@ -17,7 +17,7 @@ from cbatch.kernels.cpu.build import built_beside
 from cbatch.kernels.cpu.jit import Part, address_of, call_address, is_kept
 from cbatch.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.kernels.cpu.work_queue import Worker
-from tests.support.fake_replicas import wait_until
+from tests.support.faults import wait_until
 
 pytestmark = pytest.mark.kernels
 

@@ -160,13 +160,15 @@ def test_one_step_is_compiled_for_all_models() -> None:
 
 @pytest.mark.slow
 def test_transformers_stays_out(tmp_path: Path) -> None:
-    """Guards the seconds that importing transformers takes when a model of any declared family is loaded."""
+    """Guards the seconds that importing transformers takes: loading a model of any declared family, and a tokenizer."""
     for kind in KINDS:
         saved = saved_model(kind)
         saved.network.save_pretrained(tmp_path / kind)
     code = (
         "import sys, torch; from pathlib import Path; "
-        "from cbatch.model.load_plan import LoadPlan; from cbatch.model.loader import load_model; "
+        "from cbatch.model.load_plan import DEMO_MODEL, LoadPlan; from cbatch.model.loader import load_model; "
+        "from cbatch.text.isolated import load_tokenizer; "
+        "assert load_tokenizer(str(DEMO_MODEL), None).backend.encode('hi').ids; "
         "folders = [str(path) for path in Path(sys.argv[1]).iterdir()]; "
         "paths = {load_model(LoadPlan(one, dtype='float32')).path for one in folders}; "
         "heavy = {'transformers', 'huggingface_hub', 'accelerate'} & set(sys.modules); "

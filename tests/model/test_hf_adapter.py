@@ -25,25 +25,7 @@ from tests.support.architectures import make_architecture
 from tests.support.generation import generate
 from tests.support.tiny_models import COMMON, draw_weights, generate_alone, make_engine, make_network, make_prompts
 
-REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "built-in attention": ("Bloom", {"n_layer": 2, "n_head": 4}, "would be silently wrong"),
-    "an encoder": ("Bert", {"is_decoder": False}, "encoder|not supported"),
-    "an encoder that is named a decoder": (
-        "Electra",
-        {"is_decoder": False, "architectures": ["ElectraForCausalLM"], "embedding_size": 48},
-        "attention masks of its own",
-    ),
-    "attention in both directions": (
-        "Gemma3Text",
-        {"use_bidirectional_attention": True, "head_dim": 16},
-        "attention masks of",
-    ),
-    "scales by place": (
-        "Llama4Text",
-        {"attn_temperature_tuning": True, "head_dim": 16},
-        "scales attention by the index",
-    ),
-}
+OF_ITS_OWN = "attention masks of its own"
 
 
 def make_family(family: str, **extra: Any) -> Any:
@@ -54,10 +36,18 @@ def make_family(family: str, **extra: Any) -> Any:
     return network
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_refused_at_load(kind: str) -> None:
-    """Guards against text that is silently wrong."""
-    family, extra, reason = REFUSED[kind]
+@pytest.mark.parametrize(
+    ("family", "extra", "reason"),
+    [
+        ("Bloom", {"n_layer": 2, "n_head": 4}, "would be silently wrong"),  # its attention is built in
+        ("Bert", {"is_decoder": False}, "encoder|not supported"),
+        ("Electra", {"is_decoder": False, "architectures": ["ElectraForCausalLM"], "embedding_size": 48}, OF_ITS_OWN),
+        ("Gemma3Text", {"use_bidirectional_attention": True, "head_dim": 16}, OF_ITS_OWN),
+        ("Llama4Text", {"attn_temperature_tuning": True, "head_dim": 16}, "scales attention by the index"),
+    ],
+)
+def test_refused_at_load(family: str, extra: dict[str, Any], reason: str) -> None:
+    """Guards against text that is silently wrong; Electra is an encoder that is named a decoder."""
     network = make_family(family, **extra)
     with pytest.raises(ModelError, match=reason):
         make_engine(network)
@@ -106,10 +96,8 @@ FAULTS: dict[str, tuple[str, Any, str]] = {
         lambda network: setattr(network.config, "layer_types", ["sliding_attention", "full_attention"]),
         r"layers \[0\] differ from its config",
     ),
-    "a mask made of the one it was given": (
-        "llama", replace_mask(lambda mask: mask[:, :, 1:] | True), "attention masks of its own"
-    ),
-    "a mask of its own": ("llama", replace_mask(lambda mask: torch.zeros(1, 1, 4, 4)), "attention masks of its own"),
+    "a mask made of the one it was given": ("llama", replace_mask(lambda mask: mask[:, :, 1:] | True), OF_ITS_OWN),
+    "a mask of its own": ("llama", replace_mask(lambda mask: torch.zeros(1, 1, 4, 4)), OF_ITS_OWN),
     "fewer positions than its config says": (
         "gpt2", lambda network: setattr(network.transformer, "wpe", torch.nn.Embedding(150, 48)), "self-check fails"
     ),
@@ -177,12 +165,7 @@ def test_reach_of_a_mask_that_looks_at_tokens(block: list[int], pattern: MaskPat
     assert mask.pattern == pattern
 
 
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0] * 6,
-    "long_factor": [4.0] * 6,
-}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
 LIMITED: dict[str, tuple[str, dict[str, Any], int]] = {
     "longrope": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 40}, 40),

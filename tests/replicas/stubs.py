@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from cbatch.base.config import EngineConfig
-from cbatch.base.errors import CbatchError, ConfigError, RequestError
+from cbatch.base.errors import CbatchError, ConfigError
 from tests.support.fake_replicas import FakeConnection, FakeLauncher
 
 SILENCE_S = 60
@@ -123,7 +123,3 @@ def loading(config: EngineConfig) -> NoReturn:
     """A model that takes forever to load, in code that keeps the interpreter to itself."""
     keep_interpreter()
     raise AssertionError
-
-
-def request_error(config: EngineConfig) -> NoReturn:
-    raise RequestError("invalid_row", "x")

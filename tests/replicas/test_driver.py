@@ -32,7 +32,8 @@ from cbatch.replicas.dispatcher import FAILED
 from cbatch.replicas.driver import ReplicaDriver
 from cbatch.replicas.stream import ReplicaStream
 from cbatch.replicas.supervisor import Life
-from tests.support.fake_replicas import INFO, LIMITS, FakeConnection, FakeLauncher, row_of, wait_until
+from tests.support.fake_replicas import INFO, LIMITS, FakeConnection, FakeLauncher, row_of
+from tests.support.faults import wait_until
 
 OPTIONS = RowOptions()
 

@@ -17,7 +17,7 @@ from cbatch.batch.engine_driver import EngineDriver
 from cbatch.replicas import dispatcher, supervisor
 from cbatch.replicas.driver import ReplicaDriver
 from cbatch.replicas.local import LocalLauncher, Place
-from tests.support.fake_replicas import wait_until
+from tests.support.faults import wait_until
 from tests.support.replica_runs import (
     CONFIG,
     ROWS_OF_KILL,

@@ -18,7 +18,7 @@ from cbatch.isolate import worker
 from cbatch.isolate.worker import WorkerDied
 from cbatch.replicas.local import LocalLauncher, Place
 from tests.isolate.test_worker import is_over
-from tests.support.fake_replicas import wait_until
+from tests.support.faults import wait_until
 from tests.support.fork_server import ROOT
 
 SOON_S = 20.0

@@ -17,7 +17,8 @@ from cbatch.batch.lines import Line, RowOptions
 from cbatch.batch.row import Row
 from cbatch.isolate.worker import WorkerDied
 from cbatch.replicas.driver import ReplicaDriver
-from tests.support.fake_replicas import row_of, wait_until
+from tests.support.fake_replicas import row_of
+from tests.support.faults import wait_until
 
 pytest.importorskip("ray", reason="a cluster needs ray, which is not installed")
 

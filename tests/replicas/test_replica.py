@@ -27,12 +27,6 @@ OPTIONS = RowOptions(RequestDefaults(params={"max_tokens": 3, "ignore_eos": True
 LONG = RowOptions(RequestDefaults(params={"max_tokens": 90, "ignore_eos": True}))
 
 
-@pytest.fixture(scope="module")
-def engine(model_folder: Path) -> Iterator[Engine]:
-    with Engine(EngineConfig(model=str(model_folder), device="cpu", max_seqs=4)) as made:
-        yield made
-
-
 @pytest.fixture
 def replica(engine: Engine) -> Iterator[Replica]:
     made = Replica(engine)

@@ -162,10 +162,15 @@ def test_a_message_is_continued() -> None:
 
 
 def test_a_system_message_comes_from_the_row_first() -> None:
-    """Guards ollama's `system`: it counts more than --system."""
+    """Guards ollama's `system` and a row's own message, which count more than --system; plain texts have none."""
     asked = {"prompt": "Hi", "system": "Be brief."}
     assert text_of(encode(asked, system="Be kind.")).startswith("<|im_start|>system\nBe brief.<|im_end|>")
-    assert text_of(encode({"prompt": "Hi"}, system="Be kind.")).startswith("<|im_start|>system\nBe kind.")
+    own = {"messages": [{"role": "system", "content": "Be odd."}, USER]}
+    assert text_of(encode(own, system="Be kind.")) == text_of(encode(own))
+    for row in ({"prompt": "Hi"}, {"messages": [USER]}):
+        assert text_of(encode(row, system="Be kind.")).startswith("<|im_start|>system\nBe kind.<|im_end|>")
+    assert text_of(encode({"prompt": "Hi", "raw": True}, system="Be kind.")) == "<|bos|>Hi"
+    assert text_of(encode({"prompt": "Hi"}, None, system="Be kind.")) == "<|bos|>Hi"
 
 
 OTHER = {"type": "function", "function": {"name": "hear"}}

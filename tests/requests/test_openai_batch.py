@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request, RequestDefaults
 from cbatch.batch.line_processor import LineProcessor, parse_line
 from cbatch.batch.lines import Line, RowOptions
-from cbatch.cli.main import run_command
 from cbatch.requests.completion import Completion
+from tests.support.command import Command
 
 
 def call(body: Any, url: str = "/v1/chat/completions", **others: Any) -> dict[str, Any]:
@@ -62,15 +61,8 @@ EVERYTHING = chat(
 
 
 @pytest.fixture(scope="module")
-def engine(model_folder: Path) -> Iterator[Engine]:
-    with Engine(str(model_folder), device="cpu") as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> list[dict[str, Any]]:
     """The rows of a run, which resumes give again as they are."""
-    folder = tmp_path_factory.mktemp("openai")
     rows = [
         EVERYTHING,
         text("two", max_tokens=5),
@@ -83,16 +75,14 @@ def results(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> lis
         text("two", max_tokens=2, n=2, logprobs=2, temperature=1),
         text("é😀 hi", max_tokens=0, echo=True, logprobs=1),
     ]
-    source, target, stats = folder / "in.jsonl", folder / "out.jsonl", folder / "stats"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = ["run", str(source), "-o", str(target), "-m", str(model_folder), "-q", "--stats", str(stats)]
-    assert run_command(command) == 1
-    written = target.read_bytes()
+    command = Command(tmp_path_factory.mktemp("openai"), model_folder, rows)
+    assert command("-q") == 1
+    written = command.data
     for option, kept, again in ((), 10, 0), (("--retry-errors",), 7, 3):
-        assert run_command([*command, "--resume", *option]) == 1 and target.read_bytes() == written
-        counts = json.loads(stats.read_text())
+        assert command("-q", "--resume", *option) == 1 and command.data == written
+        counts = command.figures()
         assert (counts["rows_kept"], counts["errors_kept"], counts["errors"]) == (kept, 3 - again, again)
-    return [json.loads(line) for line in written.splitlines()]
+    return command.rows()
 
 
 def test_results_have_the_shape_of_the_batch_api(results: list[dict[str, Any]]) -> None:

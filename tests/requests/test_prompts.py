@@ -6,7 +6,6 @@ import array
 import json
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -53,12 +52,6 @@ class Table(Column):
 
     def iterrows(self) -> Iterator[Any]:
         raise NotImplementedError
-
-
-@pytest.fixture(scope="module")
-def engine(model_folder: Path) -> Iterator[Engine]:
-    with Engine(str(model_folder), device="cpu", dtype="float32") as engine:
-        yield engine
 
 
 def read(prompt: Any, **fields: Any) -> Request:

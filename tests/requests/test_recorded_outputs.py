@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +16,9 @@ from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.templates import lines_of
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
-from cbatch.requests.output_processor import OutputProcessor
 from cbatch.requests.recorded_outputs import content_key, events_of, record
 from cbatch.schedule.limits import SequenceLimits
+from tests.support.faults import wait_until
 from tests.support.shared_engine import ROWS
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -44,7 +43,7 @@ def test_records_give_the_same_completion(engine: SteppingEngine) -> None:
     thread, computed = EngineThread(engine), [engine.output_processor(request) for request in asked]
     for outputs in computed:
         thread.submit(outputs.request, outputs.take)
-    wait(computed)
+    wait_until(lambda: all(outputs.is_finished for outputs in computed), 60)
     thread.close()
     assert len(computed) > 12
     for outputs in computed:
@@ -59,13 +58,6 @@ def test_records_give_the_same_completion(engine: SteppingEngine) -> None:
         one, other = again.completion(), outputs.completion()
         assert again.is_finished and one.to_dict() == other.to_dict()
         assert one.choices == other.choices and one.prompt_logprobs == other.prompt_logprobs
-
-
-def wait(computed: list[OutputProcessor]) -> None:
-    end = time.monotonic() + 60
-    while not all(outputs.is_finished for outputs in computed):
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 CHANGES: dict[str, Any] = {

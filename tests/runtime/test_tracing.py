@@ -22,8 +22,6 @@ from cbatch.base.errors import ConfigError
 from cbatch.base.outputs import TokenEvent
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
-from cbatch.cli.chat.background_run import parse_run_options
-from cbatch.cli.common.exits import UserError
 from cbatch.cli.main import run_command
 from cbatch.engine.thread import EngineThread
 from cbatch.runtime.tracing import StepTracer, read_summary, span
@@ -169,27 +167,6 @@ def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path: Path, name: 
     """Guards against loading a model for a trace that cannot be written."""
     with pytest.raises(ConfigError, match="Cannot write the trace"):
         StepTracer(tmp_path / name)
-
-
-def test_what_is_refused_by_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Guards exit code 2 before a model is looked for, and files of the run against being replaced by the trace."""
-    source = write_rows(tmp_path / "in.jsonl", [{"id": "a", "prompt": "hello", "max_tokens": 6}])
-    before = source.read_text()
-    cases = {
-        "Cannot write the trace no/t.json: No such file or directory.": ["run", str(source), "--trace", "no/t.json"],
-        "is the input;": ["run", str(source), "--trace", str(source)],
-        "is the output;": ["run", str(source), "-o", str(tmp_path / "o"), "--trace", str(tmp_path / "o")],
-        "is the file of --stats;": ["run", str(source), "--stats", f"{tmp_path}/s", "--trace", f"{tmp_path}/s"],
-        "it must be a regular file": ["chat", "--trace", str(tmp_path)],
-        "is the file of --from;": ["chat", "--from", str(source), "--index", "0", "--trace", str(source)],
-    }
-    for message, arguments in cases.items():
-        assert run_command([*arguments, "-m", "./nowhere"]) == 2, arguments
-        error = capfd.readouterr().err
-        assert message in error and "nowhere" not in error, error
-    assert source.read_text() == before and not (tmp_path / "o").exists()
-    with pytest.raises(UserError, match="--trace cannot be changed here"):  # `/run` in a chat, whose engine runs
-        parse_run_options("in.jsonl -o out.jsonl --trace t.json")
 
 
 @pytest.mark.slow

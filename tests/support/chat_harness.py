@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,7 @@ from cbatch.api import Engine
 from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.chat.engine_client import EngineClient
 from cbatch.cli.chat.session.session import Reply, Session
-
-TIMEOUT_S = 60
+from tests.support.faults import TIMEOUT_S, wait_until
 
 
 class ChatHarness:
@@ -40,14 +38,10 @@ class ChatHarness:
         session = session or controller.current
         controller.send(session, text)
         self.settle(controller)
-        assert session.last is not None and session.last.reply is not None
-        return session.last.reply.text
+        return reply_of(session).text
 
     def wait_idle(self) -> None:
-        end = time.monotonic() + TIMEOUT_S
-        while (stats := self.engine.stats()).num_running or stats.num_waiting:
-            assert time.monotonic() < end, "the engine goes on for nobody"
-            time.sleep(0.01)
+        wait_until(lambda: not (stats := self.engine.stats()).num_running and not stats.num_waiting, TIMEOUT_S)
 
 
 def reply_of(session: Session) -> Reply:

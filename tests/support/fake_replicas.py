@@ -68,7 +68,6 @@ class FakeConnection:
         self.held: dict[int, Line] = {}
         self.most_held = 0
         self.calls: Counter[str] = Counter()
-        self.cancelled: list[int] = []
         self.lingered_s: set[float] = set()
         self.has_died = False
         self.killed = threading.Event()
@@ -129,9 +128,6 @@ class FakeConnection:
         self.most_held = max(self.most_held, len(self.held))
         for index in cancelled:
             self.held.pop(index, None)
-        self.cancelled += cancelled
-        if self.life == 1 and any(line.data == b"nonsense" for line in rows):
-            return "nonsense"  # type: ignore[return-value]
         finished = list(self._compute())
         time.sleep(self.launcher.step_s)
         if not finished:
@@ -140,8 +136,7 @@ class FakeConnection:
 
     def _compute(self) -> Iterator[FinishedRow]:
         """The rows that finish in this exchange."""
-        running = [line for line in self.held.values() if line.failure or b"stuck" not in (line.data or b"")]
-        for line in running[: self.launcher.at_once]:
+        for line in list(self.held.values())[: self.launcher.at_once]:
             data = line.data or b""
             if line.failure:
                 yield line.index, row_of(line), RowOutcome("internal_error", line.failure)
@@ -169,10 +164,3 @@ class _NoAnswer(Exception):
 def row_of(line: Line) -> bytes:
     """The row of output of a line."""
     return b"row %d: %s\n" % (line.index, line.data or b"")
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come"
-        time.sleep(0.002)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -47,3 +48,10 @@ def in_time(work: Callable[[], Any]) -> Any:
     thread.join(TIMEOUT_S)
     assert results, "it hangs"
     return results[0]
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come"
+        time.sleep(0.002)

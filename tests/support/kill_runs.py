@@ -69,15 +69,6 @@ class KillTest:
         self._duration = time.monotonic() - started
         self._expected = self._command.data
 
-    def run_random(self, kills: int) -> KillCounts:
-        """Batches that are killed at random, until there were so many kills."""
-        chance = self._random
-        while (left := kills - self.counts.aims.total()) > 0:
-            points: list[Aim] = [KillPoint("write", chance.randint(1, 3)), KillPoint("pread", chance.randint(1, 36))]
-            points += [KillPoint("replace"), KillPoint("after replace"), "any moment", "any moment", "any moment"]
-            self.run_batch(chance.sample(points, min(chance.randint(1, 6), left)))
-        return self.counts
-
     def run_batch(self, aims: Sequence[Aim]) -> None:
         """One batch, killed a few times and then left to finish."""
         self._command.out.unlink(missing_ok=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model.families import declared_kinds
 from tests.support.architectures import NOT_BUILT_HERE, draw, make_architecture
-from tests.support.tiny_models import make_engine, make_prompts
+from tests.support.tiny_models import eager_attention, make_engine, make_prompts
 
 EQUAL, REFUSED, NOT_BUILT, INSENSITIVE = "equal", "refused", "not built", "insensitive"
 UNSEEN = " is not seen"
@@ -138,16 +137,6 @@ def reference_logits(network: Any, ids: Any) -> torch.Tensor:
     with eager_attention(network), torch.inference_mode():
         logits: torch.Tensor = network(input_ids=torch.as_tensor(ids), use_cache=False).logits
     return logits
-
-
-@contextmanager
-def eager_attention(network: Any) -> Iterator[None]:
-    before = network.config.get_text_config()._attn_implementation
-    network.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        network.set_attn_implementation(before)
 
 
 def outcome(model_type: str, result: CheckResult) -> str:

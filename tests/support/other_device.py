@@ -14,18 +14,9 @@ from torch.utils import _pytree as pytree
 
 CPU = torch.device("cpu")
 
-PLAIN = {
-    getattr(Tensor, name).__get__
-    for name in "device dtype shape ndim layout requires_grad is_cuda is_cpu is_leaf is_nested".split()
-} | {
-    Tensor.size,
-    Tensor.dim,
-    Tensor.stride,
-    Tensor.numel,
-    Tensor.element_size,
-    Tensor.is_floating_point,
-    Tensor.__len__,
-}
+PROPERTIES = "device dtype shape ndim layout requires_grad is_cuda is_cpu is_leaf is_nested".split()
+METHODS = "size dim stride numel element_size is_floating_point __len__".split()
+PLAIN = {getattr(Tensor, name).__get__ for name in PROPERTIES} | {getattr(Tensor, name) for name in METHODS}
 """All a tensor answers by itself."""
 
 COPIES = {Tensor.to, Tensor.cpu, Tensor.copy_, Tensor.__setitem__}

@@ -21,6 +21,7 @@ from cbatch.base.request import Request
 from cbatch.engine.streams import AsyncStream, Mailbox, Stream
 from cbatch.requests.completion import Completion
 from cbatch.requests.output_processor import OutputProcessor, StreamEvent
+from tests.support.faults import wait_until
 from tests.support.tiny_models import loaded, make_network
 
 Row = dict[str, Any]
@@ -110,11 +111,8 @@ def read_all(events: Iterable[StreamEvent]) -> list[Outcome]:
 
 def check_idle(engine: Engine, *, within_s: float = 10.0) -> None:
     """Waits until the engine has nothing to do, and asserts that no request has left anything behind."""
-    deadline = time.monotonic() + within_s
     core, thread = engine.core, engine.thread
-    while thread._requests or core._requests or core.has_work or not thread._inbox.empty():
-        assert time.monotonic() < deadline, "requests are left"
-        time.sleep(0.002)
+    wait_until(lambda: not (thread._requests or core._requests or core.has_work) and thread._inbox.empty(), within_s)
     assert core.scheduler.pool.num_used == 0, "blocks leak"
     core.scheduler.check_integrity()
 
@@ -185,10 +183,7 @@ class SharedEngineStress:
             assert not pending, f"futures are pending: {pending}"
             self.counts["preemptions"] = engine.stats().num_preemptions
             self.counts["tokens"] = engine.stats().num_tokens
-        deadline = time.monotonic() + 5
-        while set(threading.enumerate()) - threads_before and time.monotonic() < deadline:
-            time.sleep(0.01)  # readers of maps that were left
-        assert not set(threading.enumerate()) - threads_before, "threads are left"
+        wait_until(lambda: not set(threading.enumerate()) - threads_before, 5)  # readers of maps that were left
 
     def _work(self, engine: Engine, number: int, stop_at: float) -> None:
         rng = random.Random(f"{self._seed}/{number}")

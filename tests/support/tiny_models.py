@@ -136,28 +136,28 @@ def make_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
     return [torch.randint(1, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
 
 
-def generate_alone(network: Any, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
-    """Greedy outputs of transformers' own `generate`, one prompt at a time."""
-    before = network.config._attn_implementation
+@contextmanager
+def eager_attention(network: Any) -> Iterator[None]:
+    before = network.config.get_text_config()._attn_implementation
     network.set_attn_implementation("eager")
     try:
-        outputs = []
-        for prompt, length in zip(prompts, lengths, strict=True):
-            ids = torch.tensor([prompt])
-            for module in network.modules():
-                if hasattr(module, "conv1d_state"):  # RecurrentGemma goes on from its last text, if one token begins
-                    module.conv1d_state = module.rg_lru.recurrent_states = None
-            full = network.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=length,
-                min_new_tokens=length,
-                do_sample=False,
-                pad_token_id=0,
-            )
-            outputs.append(full[0, len(prompt) :].tolist())
+        yield
     finally:
         network.set_attn_implementation(before)
+
+
+def generate_alone(network: Any, prompts: list[list[int]], lengths: list[int], **options: Any) -> list[list[int]]:
+    """Greedy outputs of transformers' own `generate`, one prompt at a time."""
+    outputs = []
+    for prompt, length in zip(prompts, lengths, strict=True):
+        ids = torch.tensor([prompt])
+        for module in network.modules():
+            if hasattr(module, "conv1d_state"):  # RecurrentGemma goes on from its last text, if one token begins
+                module.conv1d_state = module.rg_lru.recurrent_states = None
+        options |= {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False, "pad_token_id": 0}
+        with eager_attention(network):
+            full = network.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        outputs.append(full[0, len(prompt) :].tolist())
     return outputs
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -256,17 +254,3 @@ def test_broken_files_are_said(name: str, content: str, plain: Path) -> None:
     (plain / name).write_text(content)
     with pytest.raises(ModelError, match=r"^Cannot load the tokenizer of .*\.$"):
         load_tokenizer(str(plain), None)
-
-
-@pytest.mark.slow
-def test_transformers_stays_out() -> None:
-    """Guards the second that importing transformers takes, from a command to a chat that is ready as tokens."""
-    code = (
-        "import sys; from cbatch.model.load_plan import DEMO_MODEL; "
-        "from cbatch.text.isolated import load_tokenizer; "
-        "ids = load_tokenizer(str(DEMO_MODEL), None).backend.encode('hi').ids; "
-        "heavy = {'transformers', 'huggingface_hub', 'accelerate'} & set(sys.modules); "
-        "sys.exit(f'loads {heavy}' if heavy or not ids else 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

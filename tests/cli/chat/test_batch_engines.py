@@ -19,11 +19,9 @@ from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.replicas.driver import ReplicaDriver
 from cbatch.replicas.local import Place
 from tests.support.chat_harness import ChatHarness
-from tests.support.fake_replicas import wait_until
+from tests.support.faults import TIMEOUT_S, wait_until
 from tests.support.in_process_replicas import InProcessLauncher
 from tests.support.rows import read_rows, write_rows
-
-PATIENCE_S = 60
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +58,14 @@ def test_a_batch_runs_on_all_and_replies_go_on(
     for name in ("a", "b"):
         background.start(engine, f"{source} -o {tmp_path / name}.jsonl --stats {tmp_path / name}.json")
         assert harness.ask(controller, "Name a fruit.")
-        wait_until(lambda: not background.is_running, PATIENCE_S)
+        wait_until(lambda: not background.is_running, TIMEOUT_S)
         stats = json.loads((tmp_path / f"{name}.json").read_text())
         assert [one["name"] for one in stats["replicas"]] == ["replica 1", "this chat"]
         assert all(one["rows"] > 0 for one in stats["replicas"]) and stats["rows"] == 60
     assert len(launched) == 1 and launched[0].lives == {0: 1}
     assert read_rows(tmp_path / "a.jsonl") == read_rows(tmp_path / "b.jsonl")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cbatch.cli.chat.background_run.CLOSE_SECONDS", PATIENCE_S)
+        patch.setattr("cbatch.cli.chat.background_run.CLOSE_SECONDS", TIMEOUT_S)
         background.start(engine, f"{source} -o {tmp_path / 'c.jsonl'} --max-tokens 500")
         background.close()
     assert launched[0].is_closed

@@ -17,7 +17,7 @@ import pytest
 
 from cbatch.cli.main import run_command
 from tests.support.chat_terminal import Chat
-from tests.support.fake_replicas import wait_until
+from tests.support.faults import wait_until
 from tests.support.fork_server import ForkServer
 
 pytestmark = pytest.mark.slow
@@ -106,6 +106,8 @@ def test_auto_trim(talk: Talk) -> None:
         (["--from", "x.jsonl"], "go together"),
         (["--prompts", "x.jsonl"], "--prompts goes with"),
         (["--from", "/no/such.jsonl", "--index", "0"], "Cannot read /no/such.jsonl"),
+        (["--trace", "."], "it must be a regular file"),
+        (["--from", "x.jsonl", "--index", "0", "--trace", "x.jsonl"], "is the file of --from;"),
         (["--no-such-option"], "No such option"),
         (["--lines", "Hello."], "does not go with it"),
         (["--continue", "--load", "x"], "give one of them"),

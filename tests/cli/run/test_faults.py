@@ -13,12 +13,12 @@ import psutil
 import pytest
 
 from tests.support.command import Command
-from tests.support.fake_replicas import wait_until
+from tests.support.faults import wait_until
 from tests.support.fork_server import ForkServer, KillPoint, Run
 from tests.support.kill_runs import Aim, KillTest
 from tests.support.rows import read_rows
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("rows_written")]
 
 
 KILLED_BATCHES: list[list[Aim]] = [
@@ -60,13 +60,7 @@ def test_kills_with_tries_a_cache_and_tokens(
     assert test.counts.torn >= batches and test.counts.unfinished >= 2 + batches
 
 
-LONG = [{"id": n, "prompt": f"row {n}", "temperature": 1.0, "max_tokens": 3 if n < 4 else 40} for n in range(40)]
-
-
-@pytest.fixture(name="command")
-def command_on_rows(command: Command) -> Command:
-    command.write(LONG)
-    return command
+ROWS = [{"id": n, "prompt": f"row {n}", "temperature": 1.0, "max_tokens": 3 if n < 4 else 40} for n in range(40)]
 
 
 def test_a_signal_ends_a_run_gracefully(runs: ForkServer, command: Command) -> None:
@@ -168,7 +162,7 @@ def _position(run: Run, path: Path) -> int:
 
 def test_messages_that_nobody_can_read_cost_nothing(runs: ForkServer, command: Command) -> None:
     """Guards a run against a full disk of its log: the rows are there, and the exit code is theirs."""
-    command.write([*LONG[:4], {"prompt": ""}])
+    command.write([*ROWS[:4], {"prompt": ""}])
     assert runs.start(*command.words("-v"), stderr="/dev/full").code() == 1
     assert len(command.lines()) == 5
 

@@ -18,8 +18,10 @@ import pytest
 from cbatch.base.errors import ConfigError
 from cbatch.cli.common import console
 from tests.support.command import Command
-from tests.support.fake_replicas import wait_until
+from tests.support.faults import wait_until
 from tests.support.in_process_replicas import InProcessLauncher
+
+pytestmark = pytest.mark.usefixtures("rows_written")
 
 ROWS: list[Any] = [
     {"id": f"row-{n}", "prompt": f"say {n}", "max_tokens": 1 + n % 7, "temperature": n % 2, "ignore_eos": True}
@@ -27,16 +29,8 @@ ROWS: list[Any] = [
 ] + ["{bad"]
 
 
-@pytest.fixture(name="command")
-def command_on_rows(command: Command) -> Command:
-    command.write(ROWS)
-    return command
-
-
 def test_replicas_give_the_rows_of_one_engine(
-    launchers: list[InProcessLauncher],
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
+    launchers: list[InProcessLauncher], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards rows, --resume, --stats, the lines of -v and the summary, while a replica dies."""
     monkeypatch.setattr(console, "LINE_SECONDS", 0)

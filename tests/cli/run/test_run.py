@@ -93,14 +93,6 @@ def test_stop_strings_and_plain_text_input(command: Command, tmp_path: Path) -> 
     assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", stop)
 
 
-def test_a_system_message_does_not_need_a_template(command: Command, model_folder: Path, tmp_path: Path) -> None:
-    """Guards prompts for models without a chat template, which are continued whatever --system says."""
-    folder = shutil.copytree(model_folder, tmp_path / "plain")
-    (folder / "chat_template.jinja").unlink()
-    _, plain = command.answer(ROWS[:1], "-m", str(folder))
-    assert command.answer(ROWS[:1], "-m", str(folder), "--system", "be brief") == (0, plain)
-
-
 def test_max_errors_writes_held_rows(command: Command) -> None:
     """Guards finished rows that wait for one that will not come."""
     rows = [{"prompt": "long", "max_tokens": 200}, {"prompt": ""}, {"prompt": "a", "max_tokens": 1}, {"prompt": ""}]
@@ -232,17 +224,6 @@ def test_stats_go_to_stdout_if_rows_do_not(command: Command) -> None:
         assert "--stats - writes to stdout, where other output goes" in command.said()
 
 
-def test_system_option_reaches_rows_without_a_system_message(command: Command) -> None:
-    """Guards --system for prompts and messages, and that a row's own system message wins."""
-    own = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
-    rows = [{"prompt": "hi"}, {"messages": own[1:]}, {"messages": own}, {"prompt": "hi", "raw": True}]
-    _, plain = command.answer(rows, "--max-tokens", "1")
-    _, given = command.answer(rows, "--max-tokens", "1", "--system", "be brief")
-    lengths = [row["usage"]["prompt_tokens"] for row in given]
-    assert lengths[0] == lengths[1] == lengths[2] == plain[2]["usage"]["prompt_tokens"]
-    assert lengths[3] == plain[3]["usage"]["prompt_tokens"] < plain[0]["usage"]["prompt_tokens"]
-
-
 def test_a_model_without_tokenizer_takes_token_ids(command: Command, tmp_path: Path) -> None:
     """Guards token ids on a model without a tokenizer: text is null, other forms are error rows."""
     command.model = save_model(tmp_path / "bare", tokenizer=False)
@@ -311,16 +292,14 @@ def test_code_of_a_model_is_never_run(command: Command, tmp_path: Path) -> None:
     assert said.out == "" and said.err.startswith("cbatch: Cannot load") and "Traceback" not in said.err
 
 
-def test_missing_weights_are_not_invented(
-    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_weights_are_not_invented(command: Command, tmp_path: Path) -> None:
     """Guards against a truncated download that answers with random text."""
-    folder = shutil.copytree(model_folder, tmp_path / "torn")
+    folder = shutil.copytree(command.model, tmp_path / "torn")
     weights = load_file(folder / "model.safetensors")
     del weights["lm_head.weight"]
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     assert run_command(["info", "-m", str(folder)]) == 2
-    assert "1 of its weights are not in its files, such as lm_head.weight" in capsys.readouterr().err
+    assert "1 of its weights are not in its files, such as lm_head.weight" in command.said()
 
 
 @pytest.mark.slow
@@ -331,7 +310,8 @@ def test_the_command_in_a_pipeline(runs: ForkServer, command: Command) -> None:
     files = {"stdin": str(command.source), "stdout": str(out), "stderr": str(err)}
     assert runs.start("run", "-m", command.model, **files).code() == 1
     assert [row["index"] for row in read_rows(out)] == list(range(len(ROWS)))
-    assert "4 rows ok, 2 failed" in (said := err.read_text()) and "\x1b" not in said and "\r" not in said
+    said = err.read_bytes()
+    assert b"4 rows ok, 2 failed" in said and b"\x1b" not in said and b"\r" not in said
 
 
 @pytest.mark.slow

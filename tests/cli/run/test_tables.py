@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import Command
-from tests.support.fake_replicas import wait_until
+from tests.support.faults import wait_until
 from tests.support.fork_server import ForkServer, KillPoint
 from tests.support.rows import read_rows, write_rows
 

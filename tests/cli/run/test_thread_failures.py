@@ -8,15 +8,11 @@ from pathlib import Path
 import pytest
 
 from cbatch.batch.driver import RowStream
-from cbatch.batch.engine_driver import EngineStream
 from cbatch.batch.journal import Journal
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.writer import FileWriter
 from cbatch.cli.run.stats import RunStats
 from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.engine.thread import EngineThread
-from cbatch.requests.output_processor import OutputProcessor
-from cbatch.text.detokenizer import IncrementalDetokenizer
 from tests.support.command import Command
 from tests.support.faults import TIMEOUT_S, Fault, Panic
 
@@ -30,12 +26,8 @@ PLACES: list[tuple[type, str, int]] = [
     (Journal, "row", 5),
     (RunStats, "count", 5),
     (RowStream, "release", 3),
-    (EngineStream, "_submit", 10),
     (LineProcessor, "process", 10),
     (SteppingEngine, "step", 6),
-    (EngineThread, "_deliver", 8),
-    (OutputProcessor, "completion", 5),
-    (IncrementalDetokenizer, "push_all", 5),
 ]
 
 
@@ -57,11 +49,12 @@ def whole(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes
     return command.data
 
 
-@pytest.mark.parametrize(("owner", "name", "at"), PLACES, ids=lambda place: getattr(place, "__name__", str(place)))
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0].__name__}.{place[1]}")
 def test_what_a_thread_breaks_is_resumed(
-    owner: type, name: str, at: int, command: Command, whole: bytes, monkeypatch: pytest.MonkeyPatch
+    place: tuple[type, str, int], command: Command, whole: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards finished rows against a panic in the writer, the reader, the engine's thread, and what they call."""
+    owner, name, at = place
     command.write(ROWS)
     with monkeypatch.context() as patch:
         Fault(patch, owner, name, Panic("boom"), at=at)

@@ -18,8 +18,9 @@ from cbatch.cli.verify.report import Difference, first_difference
 from cbatch.model.cpu import CpuModel
 from cbatch.runtime.batch import Logits
 from tests.cli.verify.test_offline import Found, Verify
+from tests.support.command import Command
 from tests.support.model_folder import make_tokenizer, save_model
-from tests.support.rows import read_rows, write_results, write_rows
+from tests.support.rows import read_rows, write_results
 from tests.support.tiny_models import make_network
 
 
@@ -110,11 +111,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the input and the output of a run."""
-    folder = tmp_path_factory.mktemp("run")
-    write_rows(folder / "in.jsonl", ["\n", *ROWS])
-    run = ["run", str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl"), "-m", str(model), "--timings"]
-    assert run_command([*run, *OPTIONS]) == 1
-    return folder
+    command = Command(tmp_path_factory.mktemp("run"), model, ["", *ROWS])
+    assert command("--timings", *OPTIONS) == 1
+    return command.folder
 
 
 @pytest.fixture

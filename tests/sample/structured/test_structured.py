@@ -37,6 +37,7 @@ from cbatch.sample.structured.sandbox import TRIAL_LIMITS
 from cbatch.sample.structured.token_bitmask import bitmask_size, full_bitmask, to_bools
 from cbatch.text.loading import of_transformers
 from cbatch.text.tokenizer import ChatTokenizer
+from tests.support.faults import wait_until
 
 pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
 
@@ -603,7 +604,4 @@ def test_a_state_that_fails_or_stalls_harms_no_other(compiler: ConstraintCompile
     filler.begin([Place(start(compiler, "choice", ["y"]))])
     assert bools(filler.result()).sum() == 1 and stalled.error is not None
     filler.close()
-    deadline = time.monotonic() + 5
-    while filling_threads() - before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not filling_threads() - before
+    wait_until(lambda: not filling_threads() - before, 5)
