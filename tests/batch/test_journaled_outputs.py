@@ -42,16 +42,14 @@ def engine(model_folder: Path) -> Iterator[Engine]:
         yield made
 
 
-def about(rows: list[Completion]) -> list[Any]:
+def about(value: Any) -> Any:
     """Rows as they are compared: the last place of log-probabilities depends on the shape of a step on this path."""
-    return [_about(row.to_dict()) for row in rows]
-
-
-def _about(value: Any) -> Any:
+    if isinstance(value, Completion):
+        return about(value.to_dict())
     if isinstance(value, dict):
-        return {name: _about(one) for name, one in value.items()}
+        return {name: about(one) for name, one in value.items()}
     if isinstance(value, list):
-        return [_about(one) for one in value]
+        return [about(one) for one in value]
     return pytest.approx(value, abs=1e-4) if isinstance(value, float) else value
 
 

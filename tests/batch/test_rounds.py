@@ -24,6 +24,7 @@ from cbatch.requests.completion import Completion
 from cbatch.requests.input_processor import InputProcessor
 from cbatch.validation.validation import Validation
 from tests.support.command import Command
+from tests.support.faults import wait_until
 from tests.support.model_folder import save_model
 from tests.support.tool_rounds import ADD, ADD_CALL, ROUNDS
 
@@ -170,8 +171,7 @@ def test_an_answer_after_the_end_stays_unfinished(engine: Engine) -> None:
     stream = EngineStream(engine.thread, processor(engine, check), window=12)
     with closing(stream.finished(lines_of(ROWS))) as finished:
         next(finished)
-        while stream._inbox.qsize() < 3:
-            time.sleep(0.001)
+        wait_until(lambda: stream._inbox.qsize() >= 3)
     assert all(row.completion.validation is not None for row in stream.finished_by_now())
 
 

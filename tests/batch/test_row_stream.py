@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -76,8 +75,7 @@ def test_leaving_the_iteration_cancels_what_is_in_flight(engine_thread: EngineTh
     stream = stream_on(engine_thread, max_tokens=90)
     with closing(stream.finished(endless())) as finished:
         next(finished)
-        while engine_thread.engine.stats().num_running < 4:
-            time.sleep(0.001)
+        wait_until(lambda: engine_thread.engine.stats().num_running >= 4)
     wait_for_reader_to_end()
     wait_until(lambda: engine_thread.engine.stats().num_running == 0)
     assert engine_thread.engine.stats().num_waiting == 0

@@ -258,8 +258,7 @@ def test_a_loop_that_is_closed_early_cancels_its_requests(slow_engine: Engine) -
 
     loop.run_until_complete(anext(stream))  # type: ignore[arg-type]
     assert stream._mailbox is not None
-    while not stream._mailbox._is_waking:
-        time.sleep(0.001)  # events come, and the loop does not run
+    wait_until(lambda: stream._mailbox._is_waking)  # events come, and the loop does not run
     loop.close()
     check_idle(slow_engine, within_s=1)
     assert not stream._is_closed

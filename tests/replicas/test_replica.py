@@ -21,6 +21,7 @@ from cbatch.replicas import replica as replica_module
 from cbatch.replicas.connection import FinishedRow
 from cbatch.replicas.driver import ReplicaDriver
 from cbatch.replicas.replica import Replica
+from tests.support.faults import wait_until
 from tests.support.in_process_replicas import InProcessLauncher
 
 OPTIONS = RowOptions(RequestDefaults(params={"max_tokens": 3, "ignore_eos": True}))
@@ -81,8 +82,7 @@ def test_a_cancelled_row_is_not_given(engine: Engine, replica: Replica) -> None:
     """Guards slots against rows that another replica has finished, running here, waiting, or not even read."""
     replica.begin(LONG)
     replica.exchange(lines(*range(8)), [], 0.0)
-    while engine.stats().num_running < 4:
-        time.sleep(0.001)
+    wait_until(lambda: engine.stats().num_running >= 4)
     found = exchange_until(replica, 6, lines(8), [0, 5, 8])
     assert sorted(index for index, _, _ in found) == [1, 2, 3, 4, 6, 7]
     assert replica.exchange([], [1, 2, 77], 0.05).finished == []

@@ -8,7 +8,6 @@ import queue
 import re
 import resource
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
@@ -25,6 +24,7 @@ from cbatch.base.request import Request
 from cbatch.cli.main import run_command
 from cbatch.engine.thread import EngineThread
 from cbatch.runtime.tracing import StepTracer, read_summary, span
+from tests.support.faults import wait_until
 from tests.support.rows import write_rows
 from tests.support.tiny_models import make_engine, make_network
 
@@ -96,8 +96,7 @@ def test_time_without_requests_is_not_idle_time(tmp_path: Path) -> None:
         for _ in range(2):
             engine_thread.submit(Request(prompt_ids=[5], params=SamplingParams(max_tokens=1)), events.put)
             events.get(timeout=30)
-            while engine_thread._idle_since is None:  # until it waits
-                time.sleep(0.001)
+            wait_until(lambda: engine_thread._idle_since is not None)  # until it waits
     assert trace.summary is not None
     (wait, *_) = (one for one in spans_in(trace.path) if one["name"] == "wait")
     assert trace.summary.waited_s == pytest.approx(wait["dur"] / 1e6, abs=1e-8)

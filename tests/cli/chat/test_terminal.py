@@ -159,8 +159,7 @@ def test_a_batch_under_a_live_chat_is_stopped_and_resumed(runs: ForkServer, tmp_
         chat.say(f"/run {source} -o {out}", "/64,")
         chat.say("Spell the word lamp.", "l-a-m-p")
         assert re.search(r"run \d+/64", chat.bar), "the answer came after the batch"
-        while not out.read_bytes():
-            chat.pump()
+        chat.until(out.read_bytes)
         chat.send("\x04", "A batch is running.", "/64,")
         chat.say("/run stop", "Interrupted", gone="/64,")
         chat.say("/run stop", "No batch is running.")
@@ -202,8 +201,8 @@ def test_sessions_survive_a_kill(runs: ForkServer, tmp_path: Path) -> None:
         chat.say("My name is Ada.", "Ada!")
         chat.say("/set ignore_eos true")
         chat.say("Tell me a story.", "1 running")
-        while "Tell me a story." not in "".join(path.read_text() for path in tmp_path.glob("cbatch/sessions/*.json")):
-            chat.pump()
+        kept = tmp_path / "cbatch" / "sessions"
+        chat.until(lambda: any("Tell me a story." in path.read_text() for path in kept.glob("*.json")))
         chat.run.send(signal.SIGKILL)
     with Chat(runs, tmp_path) as chat:
         chat.send(UP, "main> Tell me a story.")

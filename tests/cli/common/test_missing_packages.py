@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -15,39 +16,36 @@ NO_MODEL = ["-m", "/no/such/model"]
 
 
 @pytest.mark.parametrize(
-    ("package", "arguments"),
+    "line",
     [
-        ("llguidance", ["run", "{rows}", "--regex", "a+"]),
-        ("llguidance", ["run", "{rows}", "--json-schema", "{{}}", "--check"]),
-        ("llguidance", ["run", "{rows}", "--param", 'choice=["a", "b"]']),
-        ("llguidance", ["chat", "Hi", "--regex", "a+"]),
-        ("pyarrow", ["run", "{rows}", "-o", "{rows}.parquet"]),
-        ("pyarrow", ["run", "{rows}", "-o", "{rows}.csv.zst"]),
-        ("pyarrow", ["run", "{parquet}"]),
-        ("pyarrow", ["run", "{zstd}"]),
-        ("pyarrow", ["bench", "{parquet}"]),
-        ("jsonschema", ["run", "{rows}", "--validate", "json-schema={{}}"]),
-        ("matplotlib", ["bench", "--plot", "{rows}.pictures"]),
-        ("matplotlib", ["bench", "--users", "3", "--report", "{rows}.html"]),
-        ("ray", ["bench", "--ray", "auto"]),
-        ("ray", ["run", "{rows}", "-o", "{rows}.out", "--ray", "auto"]),
+        "llguidance: run {rows} --regex a+",
+        "llguidance: run {rows} --json-schema {{}} --check",
+        'llguidance: run {rows} --param \'choice=["a", "b"]\'',
+        "llguidance: chat Hi --regex a+",
+        "pyarrow: run {rows} -o {rows}.parquet",
+        "pyarrow: run {rows} -o {rows}.csv.zst",
+        "pyarrow: run {parquet}",
+        "pyarrow: run {zstd}",
+        "pyarrow: bench {parquet}",
+        "jsonschema: run {rows} --validate json-schema={{}}",
+        "matplotlib: bench --plot {rows}.pictures",
+        "matplotlib: bench --users 3 --report {rows}.html",
+        "ray: bench --ray auto",
+        "ray: run {rows} -o {rows}.out --ray auto",
     ],
 )
 def test_a_missing_package_is_told_at_the_start(
-    package: str,
-    arguments: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Guards runs that would load a model first, or answer every row with the same error."""
+    package, _, command = line.partition(": ")
     rows, parquet, zstd = (tmp_path / name for name in ("rows.jsonl", "rows.parquet", "rows.csv.zst"))
     rows.write_text('{"prompt": "Hi"}\n')
     parquet.write_bytes(b"PAR1")
     zstd.write_bytes(b"\x28\xb5\x2f\xfd....")
     for name in (package, "compression.zstd"):  # which Python has from 3.14 on
         monkeypatch.setitem(sys.modules, name, None)
-    named = [one.format(rows=rows, parquet=parquet, zstd=zstd) for one in arguments]
-    assert run_command([*named, *NO_MODEL]) == 2
+    arguments = shlex.split(command.format(rows=rows, parquet=parquet, zstd=zstd))
+    assert run_command([*arguments, *NO_MODEL]) == 2
     told = capsys.readouterr().err
     assert f"{package}: pip install" in told and f"[{EXTRAS[package][0]}]'" in told and "model" not in told

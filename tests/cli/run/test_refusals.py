@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cbatch.cli.main import run_command
+from tests.support.command import Command
 
 AT_THE_START = [
     ("nowhere.jsonl", "No such file"),
@@ -73,30 +74,24 @@ BY_THE_MODEL = [
     ("line", "message", "loads"), [*((*one, False) for one in AT_THE_START), *((*one, True) for one in BY_THE_MODEL)]
 )
 def test_refusals_are_sentences(
-    line: str,
-    message: str,
-    loads: bool,
-    model_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    line: str, message: str, loads: bool, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards files against being written, and users against 10,000 error rows, or loading a model for nothing."""
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(command.folder)
     if not loads:
         monkeypatch.setattr("cbatch.cli.run.command._load", lambda *_: pytest.fail("a model was loaded"))
     if "parquet" in line:
         pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "broken").mkdir()
+    Path("empty").mkdir()
+    Path("broken").mkdir()
     files = {
         "in.jsonl": '{"prompt": "a"}\n', "in.csv": "id,text\n1,a\n", "full.jsonl": "precious\n",
         "broken/config.json": "{nonsense", "broken/model.safetensors": "garbage", "tools.py": "x = 1\n",
     }  # fmt: skip
     for name, content in files.items():
         Path(name).write_text(content)
-    assert run_command(["run", "-m", str(model_folder), *line.split()]) == 2
-    error = capfd.readouterr().err
+    assert run_command(["run", "-m", str(command.model), *line.split()]) == 2
+    error = command.said()
     assert message in error and "Traceback" not in error
     Path("stats.json").unlink(missing_ok=True)
     assert {str(path): path.read_text() for path in Path().rglob("*") if path.is_file()} == files
