@@ -21,6 +21,7 @@ from cbatch.base.quantization import Quantization
 from cbatch.kernels.cpu import program as kernels
 from cbatch.kernels.cpu.build import built_beside
 from cbatch.kernels.cpu.jit import address_of
+from cbatch.kernels.cpu.matmul.experts import Routing
 from cbatch.kernels.cpu.matmul.linear import new_linear_workspace
 from cbatch.kernels.cpu.matmul.lora import NO_LORA
 from cbatch.kernels.cpu.matmul.microkernel import LANES, pad_columns
@@ -226,14 +227,13 @@ class CpuModel(ProgramModel):
             self._buffers = buffers._replace(arenas=arenas, linear=linear, routing=self._new_routing(length))
         return self._buffers
 
-    def _new_routing(self, length: int) -> kernels.RoutingMemory:
+    def _new_routing(self, length: int) -> Routing:
         """Memory for the routing of so many tokens."""
-        packed = self._packed
-        scratch = self.program.hidden_size + 2 * packed.num_experts
-        return kernels.RoutingMemory(
-            empty(3 * length * packed.routing_columns + 2 * packed.num_experts + 2, np.int64),
-            empty(length * packed.routing_columns, np.float32),
-            empty((self._thread_pool.size, scratch), np.float32),
+        pairs, experts = (length, self._packed.routing_columns), self._packed.num_experts
+        starts, active = (empty(experts + 1, np.int64) for _ in range(2))
+        scratch = empty((self._thread_pool.size, self.program.hidden_size + 2 * experts), np.float32)
+        return Routing(
+            empty(pairs, np.int64), empty(pairs, np.float32), empty(pairs, np.int64), starts, active, scratch
         )
 
     def _grow_rotary_tables(self, positions: int) -> None:

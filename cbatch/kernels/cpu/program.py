@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from cbatch.kernels.cpu.activation import ActivationParams
 from cbatch.kernels.cpu.jit import Part, as_pointer, call_address, entry, inlined, kernel
+from cbatch.kernels.cpu.matmul.experts import Routing
 from cbatch.kernels.cpu.matmul.linear import LinearWorkspace, PackedMatrix
 from cbatch.kernels.cpu.matmul.lora import LoraStep
 from cbatch.kernels.cpu.norm import NormParams
@@ -86,26 +87,13 @@ class Arenas(NamedTuple):
     elements: NDArray[Any]
 
 
-class RoutingMemory(NamedTuple):
-    """Memory for the routing of a step.
-
-    numbers: int64 (see `Routing`)
-    weights: [T * top_k] float32
-    scratch: [threads, hidden + 2 * experts] float32
-    """
-
-    numbers: NDArray[np.int64]
-    weights: NDArray[np.float32]
-    scratch: NDArray[np.float32]
-
-
 class Buffers(NamedTuple):
     """All memory that one step leaves to the next."""
 
     arenas: Arenas
     linear: LinearWorkspace
     attention: AttentionWorkspace
-    routing: RoutingMemory
+    routing: Routing
 
 
 class StepOutputs(NamedTuple):

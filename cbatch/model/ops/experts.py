@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 
 from cbatch.kernels.cpu.fast_math import from_float32, to_float32
-from cbatch.kernels.cpu.jit import inlined
-from cbatch.kernels.cpu.matmul.experts import Routing, choose, expert_matmul, sort_pairs
+from cbatch.kernels.cpu.matmul.experts import choose, expert_matmul, sort_pairs
 from cbatch.kernels.cpu.matmul.linear import ACTIVATED, GATED, WRITE
 from cbatch.kernels.cpu.matmul.microkernel import pad_columns
 from cbatch.kernels.cpu.program import (
     ACTIVATION,
     BUFFER,
     MATRIX,
-    RoutingMemory,
     activation_of,
     elements_of,
     floats_of,
@@ -249,42 +247,25 @@ def combine(rows: Tensor, routing: DeviceRouting, factor: float, out: Tensor, *,
     out.copy_(out + factor * total if add else factor * total)
 
 
-@inlined
-def routing_of(op: Any, tokens: int, memory: RoutingMemory) -> Routing:
-    """The memory of the step's routing, as long as it is needed."""
-    pairs, numbers = tokens * op.top_k, memory.numbers
-    chosen, places = numbers[:pairs].reshape(tokens, op.top_k), numbers[pairs : 2 * pairs].reshape(tokens, op.top_k)
-    rest = numbers[3 * pairs :]
-    return Routing(
-        chosen,
-        memory.weights[:pairs].reshape(tokens, op.top_k),
-        places,
-        numbers[2 * pairs : 3 * pairs],
-        rest[: op.num_experts + 1],
-        rest[op.num_experts + 1 : 2 * op.num_experts + 2],
-    )
-
-
 @instruction(
     "depth num_experts weight bias choice_bias expert_scales top_k scores groups top_groups group_score normalize",
     "epsilon least_sum factor", source=BUFFER,
 )  # fmt: skip
 def choose_experts(worker: Worker, phase: int, op: Any, step: Any) -> int:
-    source, memory, vectors = elements_of(step, op.source), step.buffers.routing, step.weights.vectors
-    routing = routing_of(op, len(source), memory)
+    source, routing, vectors = elements_of(step, op.source), step.buffers.routing, step.weights.vectors
     for task in claimed(worker, phase, len(source)):
-        scratch, chosen, weights = memory.scratch[worker.thread], routing.chosen[task], routing.weights[task]
-        choose(op, vectors, source[task], scratch, chosen, weights)
+        chosen, weights = routing.chosen[task], routing.weights[task, : op.top_k]
+        choose(op, vectors, source[task], routing.scratch[worker.thread], chosen, weights)
     for _ in claimed(worker, phase + 1, 1):
-        sort_pairs(routing)
+        sort_pairs(op, routing, len(source))
     return phase + 2
 
 
-@instruction("top_k num_experts weigh_input", source=BUFFER, target=BUFFER)
+@instruction("top_k weigh_input", source=BUFFER, target=BUFFER)
 def gather_for_experts(worker: Worker, phase: int, op: Any, step: Any) -> int:
     """The source of each pair of a token and an expert, times its weight if `weigh_input`."""
     source, target, tokens = elements_of(step, op.source), elements_of(step, op.target), len(step.inputs.ids)
-    rows, routing = target.reshape(tokens * op.top_k, op.source.width), routing_of(op, tokens, step.buffers.routing)
+    rows, routing = target.reshape(tokens * op.top_k, op.source.width), step.buffers.routing
     for task in claimed(worker, phase, tokens):
         for k in range(op.top_k):
             row, weight = rows[routing.places[task, k]], routing.weights[task, k]
@@ -302,10 +283,10 @@ def gather_for_experts(worker: Worker, phase: int, op: Any, step: Any) -> int:
 )
 def expert_product(worker: Worker, phase: int, op: Any, step: Any) -> int:
     """stride, columns: how far apart the matrices of experts are, in bytes, and their biases"""
-    tokens, workspace = len(step.inputs.ids), step.buffers.linear
-    pairs, width, columns = tokens * op.top_k, op.source.width // op.top_k, op.target.width // op.top_k
+    pairs, workspace = len(step.inputs.ids) * op.top_k, step.buffers.linear
+    width, columns = op.source.width // op.top_k, op.target.width // op.top_k
     source, first = elements_of(step, op.source).reshape(pairs, width), matrix_of(step.weights, op.matrix)
-    activation, routing = activation_of(step.weights, op.activation), routing_of(op, tokens, step.buffers.routing)
+    activation, routing = activation_of(step.weights, op.activation), step.buffers.routing
     if op.mode == WRITE:
         out = floats_of(step, op.target).reshape(pairs, columns)
         return expert_matmul(worker, phase, op, source, routing, first, out, activation, workspace)
@@ -313,12 +294,12 @@ def expert_product(worker: Worker, phase: int, op: Any, step: Any) -> int:
     return expert_matmul(worker, phase, op, source, routing, first, activated, activation, workspace)
 
 
-@instruction("top_k num_experts weigh_input add", "factor", source=BUFFER, target=BUFFER)
+@instruction("top_k weigh_input add", "factor", source=BUFFER, target=BUFFER)
 def combine_experts(worker: Worker, phase: int, op: Any, step: Any) -> int:
     """The sum of each token's rows, times their weights unless those have multiplied what went in."""
     tokens, out = len(step.inputs.ids), floats_of(step, op.target)
-    rows = floats_of(step, op.source).reshape(tokens * op.top_k, op.source.width // op.top_k)
-    routing = routing_of(op, tokens, step.buffers.routing)
+    rows, routing = floats_of(step, op.source), step.buffers.routing
+    rows = rows.reshape(tokens * op.top_k, op.source.width // op.top_k)
     for task in claimed(worker, phase, tokens):
         target = out[task]
         if not op.add:

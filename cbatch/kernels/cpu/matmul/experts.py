@@ -33,22 +33,22 @@ _MINUS_INFINITY = np.float32(-np.inf)
 
 
 class Routing(NamedTuple):
-    """Which experts the T tokens of a step go to.
+    """Which experts the T tokens of a step go to. It has room for the largest `top_k`, and for the most experts.
 
     chosen:  [T, top_k] int64
     weights: [T, top_k] float32
     places:  [T, top_k] where each pair stands once all are sorted by expert
-    tokens:  [T * top_k] the token of each sorted pair
     starts:  [experts + 1] where the pairs of each expert begin
-    active:  [experts + 1] the experts that have any, and in the last place their number
+    active:  [experts + 1] the experts that have any; behind as many as there are in all, the number of these
+    scratch: [threads, hidden + 2 * experts] float32 memory
     """
 
     chosen: NDArray[np.int64]
     weights: NDArray[np.float32]
     places: NDArray[np.int64]
-    tokens: NDArray[np.int64]
     starts: NDArray[np.int64]
     active: NDArray[np.int64]
+    scratch: NDArray[np.float32]
 
 
 @kernel
@@ -115,10 +115,7 @@ def _drop_groups(op: Any, wanted: Any) -> None:
 
 @kernel
 def choose(op: Any, vectors: Any, source: Any, scratch: Any, chosen: Any, weights: Any) -> None:
-    """Chooses experts for one row [hidden] of the source, as a record says (see `Route`), and their weights.
-
-    scratch: [hidden + 2 * experts] float32
-    """
+    """Chooses experts for one row [hidden] of the source, as a record says (see `Route`), and their weights."""
     row, scores = scratch[: op.depth], scratch[op.depth : op.depth + op.num_experts]
     wanted = scratch[op.depth + op.num_experts :][: op.num_experts]
     for i in range(op.depth):
@@ -151,29 +148,25 @@ def choose(op: Any, vectors: Any, source: Any, scratch: Any, chosen: Any, weight
 
 
 @kernel
-def sort_pairs(routing: Routing) -> None:
+def sort_pairs(op: Any, routing: Routing, tokens: int) -> None:
     """Counts the pairs of each expert, and gives each its place: those of a token that comes first come first."""
-    starts, active, chosen = routing.starts, routing.active, routing.chosen
-    num_experts = len(starts) - 1
-    for expert in range(num_experts + 1):
+    starts, chosen, count = routing.starts, routing.chosen, 0
+    for expert in range(op.num_experts + 1):
         starts[expert] = 0
-    for token in range(len(chosen)):
-        for k in range(chosen.shape[1]):
+    for token in range(tokens):
+        for k in range(op.top_k):
             starts[chosen[token, k] + 1] += 1
-    count = 0
-    for expert in range(num_experts):
+    for expert in range(op.num_experts):
         if starts[expert + 1] > 0:
-            active[count] = expert
+            routing.active[count] = expert
             count += 1
         starts[expert + 1] += starts[expert]
-    active[num_experts] = count
-    for token in range(len(chosen)):
-        for k in range(chosen.shape[1]):
-            place = starts[chosen[token, k]]
+    routing.active[op.num_experts] = count
+    for token in range(tokens):
+        for k in range(op.top_k):
+            routing.places[token, k] = starts[chosen[token, k]]
             starts[chosen[token, k]] += 1
-            routing.places[token, k] = place
-            routing.tokens[place] = token
-    for expert in range(num_experts, 0, -1):
+    for expert in range(op.num_experts, 0, -1):
         starts[expert] = starts[expert - 1]
     starts[0] = 0
 
@@ -188,7 +181,7 @@ def expert_matmul(
     op: a record, which says the mode, and how far apart the matrices [bytes] and their biases [columns] are
     """
     columns = LANES if op.mode == GATED else COLUMNS
-    num_tiles, active = out.shape[1] // columns, routing.active[len(routing.active) - 1]
+    num_tiles, active = out.shape[1] // columns, routing.active[op.num_experts]
     tiles = min(num_tiles, max(1, active * num_tiles // (_TASKS_PER_THREAD * len(workspace.sums))))
     parts = -(-num_tiles // tiles)
     phase, left = prepare_rows(worker, phase, a, first.format, workspace)
