@@ -320,10 +320,10 @@ class Layer:
         """A norm of the model's kind, of as many numbers as the residual has by default."""
         return (kind or self.model.norm)(self.prefix + name, size or self.model.hidden_size)
 
-    def norm(self, name: str, *, source: str = RESIDUAL, target: str = "normed", add: bool = False) -> str:
-        """Norms a buffer; returns the name of the result. An empty name: the buffer stays as it is."""
+    def norm(self, name: str, *, target: str = "normed") -> str:
+        """Norms the residual; returns the name of the result. An empty name: it is copied as it is."""
         norm = self.norm_of(name) if name else Norm("none", 0.0)
-        self.model.add(Normalize(source, target, norm, add=add, width=self.model.hidden_size if name else 0))
+        self.model.add(Normalize(RESIDUAL, target, norm, width=self.model.hidden_size if name else 0))
         return target
 
     def add_to_residual(self, source: str, matrix: Matrix, *, factor: float = 1.0, after: str = "") -> None:

@@ -135,9 +135,9 @@ class GroupedMatrix(EncodedMatrix):
     def scales(self, rows: Rows) -> NDArray[np.float32]:
         """[rows, groups]"""
 
-    @abstractmethod
-    def zeros(self, rows: Rows) -> NDArray[np.float32] | None:
-        """Zero points [rows, groups]; None if all are the usual one."""
+    def zeros(self, rows: Rows) -> NDArray[np.float32]:
+        """Zero points [rows, groups]."""
+        return np.full_like(self.scales(rows), self.usual_zero)
 
     @property
     @abstractmethod
@@ -171,8 +171,7 @@ class GroupedMatrix(EncodedMatrix):
 
     def values(self, rows: Rows) -> Tensor:
         groups = np.arange(self.depth) // self.group if self.order is None else self.order
-        zeros = self.zeros(rows)
-        zero: Any = self.usual_zero if zeros is None else zeros[:, groups]
+        zero: Any = self.zeros(rows)[:, groups] if self.has_zeros else self.usual_zero
         with np.errstate(all="ignore"):  # a damaged file may have any scale
             return torch.from_numpy(self.scales(rows)[:, groups] * (self.codes(rows).astype(np.float32) - zero))
 
@@ -181,10 +180,8 @@ class GroupedMatrix(EncodedMatrix):
             return None
         own = self.packing.format
         groups = np.arange(0, self.depth, GROUP) // self.group
-        zeros = self.zeros(rows) if own == INT4_ZEROS else None
-        found = Integers.of_arrays(
-            self.codes(rows), self.scales(rows)[:, groups], None if zeros is None else zeros[:, groups]
-        )
+        zeros = self.zeros(rows)[:, groups] if own == INT4_ZEROS else None
+        found = Integers.of_arrays(self.codes(rows), self.scales(rows)[:, groups], zeros)
         found = found if own == MXFP4 else found._replace(scales=found.scales.half().float())
         return found.widened(own, format)
 

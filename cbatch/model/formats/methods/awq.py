@@ -50,8 +50,8 @@ class AwqMatrix(ColumnMatrix):
     def codes(self, rows: Rows) -> NDArray[Any]:
         return self._unpacked(self.name, rows)
 
-    def zeros(self, rows: Rows) -> NDArray[np.float32] | None:
-        return self._unpacked(self.zero, rows).astype(np.float32) if self.has_zeros else None
+    def zeros(self, rows: Rows) -> NDArray[np.float32]:
+        return self._unpacked(self.zero, rows).astype(np.float32)
 
     @cached_property
     def has_zeros(self) -> bool:

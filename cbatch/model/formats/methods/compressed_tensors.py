@@ -123,14 +123,11 @@ class CompressedMatrix(GroupedMatrix):
             return np.broadcast_to(as_float32(self.tensors[self.scale]).reshape(1, 1), (len(rows), 1))
         return as_float32(self.tensors.take(self.scale, rows))
 
-    def zeros(self, rows: Rows) -> NDArray[np.float32] | None:
-        return self._zeros(rows) if self.has_zeros else None
-
     @cached_property
     def has_zeros(self) -> bool:
-        return self.zero in self.tensors and bool((self._zeros(np.arange(self.rows)) != self.usual_zero).any())
+        return self.zero in self.tensors and bool((self.zeros(np.arange(self.rows)) != self.usual_zero).any())
 
-    def _zeros(self, rows: Rows) -> NDArray[np.float32]:
+    def zeros(self, rows: Rows) -> NDArray[np.float32]:
         header = self.tensors.header(self.zero)
         if header.type == "I32":
             return unpacked_rows(self.tensors, self.zero, rows, self.bits, axis=0).astype(np.float32)

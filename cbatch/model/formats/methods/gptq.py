@@ -64,9 +64,7 @@ class GptqMatrix(ColumnMatrix):
     def codes(self, rows: Rows) -> NDArray[Any]:
         return unpacked(self.tensors.take(self.name, rows, axis=1).numpy().T, self.bits)
 
-    def zeros(self, rows: Rows) -> NDArray[np.float32] | None:
-        if not self.has_zeros:
-            return None
+    def zeros(self, rows: Rows) -> NDArray[np.float32]:
         return unpacked_rows(self.tensors, self.zero, rows, self.bits, axis=1).astype(np.float32) + self.shift
 
     @cached_property

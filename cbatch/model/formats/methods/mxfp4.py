@@ -51,9 +51,6 @@ class Mxfp4Matrix(GroupedMatrix):
         exponents = self._taken(self.scale, rows).astype(np.int32) - 128
         return np.ldexp(np.float32(1), exponents)
 
-    def zeros(self, rows: Rows) -> None:
-        return None
-
     def _taken(self, name: str, rows: Rows) -> NDArray[np.uint8]:
         """Rows of all experts, one after the other, as bytes."""
         taken: NDArray[np.uint8] = self.tensors.take(name, rows, shape=(self.experts * self.rows, -1)).numpy()
