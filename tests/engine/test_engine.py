@@ -144,8 +144,9 @@ def test_a_request_that_becomes_nan_fails_alone_and_leaves_nothing() -> None:
     outputs = generate(engine, [sick, healthy[:2]], SamplingParams(max_tokens=3))
     assert outputs[0].error is not None and outputs[0].error.code == "nan_logits"
     assert not engine.runner.kv_cache.values[0].isfinite().all(), "the fault did not reach the cache"
-    beside = generate(make_engine(network), [healthy[:2]], SamplingParams(max_tokens=3))[0]
-    assert outputs[1].token_ids == beside.token_ids and outputs[1].error is None
+    roomy, params = make_engine(network, prefix_cache=False, max_batch_tokens=64), SamplingParams(max_tokens=3)
+    (broken, beside), (alone,) = (generate(roomy, one, params) for one in ([sick, healthy[:2]], [healthy[:2]]))
+    assert broken.error is not None and beside.token_ids == alone.token_ids != []
     expected = generate(make_engine(network), [healthy], SamplingParams(max_tokens=4))[0]
     after = generate(engine, [healthy], SamplingParams(max_tokens=4))[0]
     assert after.error is None and after.token_ids == expected.token_ids and engine.scheduler.pool.num_used == 0
