@@ -201,9 +201,7 @@ def test_sessions_survive_a_kill(runs: ForkServer, tmp_path: Path) -> None:
         chat.say("My name is Ada.", "Ada!")
         chat.say("/set ignore_eos true")
         chat.say("Tell me a story.", "1 running")
-        chat.until(
-            lambda: any("Tell me a story." in path.read_text() for path in tmp_path.glob("cbatch/sessions/*.json"))
-        )
+        chat.until(lambda: any("Tell me a story." in path.read_text() for path in tmp_path.rglob("*.json")))
         chat.run.send(signal.SIGKILL)
     with Chat(runs, tmp_path) as chat:
         chat.send(UP, "main> Tell me a story.")
