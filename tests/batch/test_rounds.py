@@ -116,7 +116,7 @@ def test_the_model_is_told_what_was_wrong(engine: Engine, monkeypatch: pytest.Mo
 def test_a_conversation_that_grows_too_long_ends_with_its_last_answer(engine: Engine) -> None:
     """Guards against an error about the prompt, which the user did not write."""
     (row,) = engine.map(
-        [{"prompt": "a", "max_tokens": 90, "ignore_eos": True}], validate="regex=never", tries=50, tell_error=True
+        [{"prompt": "a", "max_tokens": 40, "ignore_eos": True}], validate="regex=never", tries=50, tell_error=True
     )
     assert row.error is not None and row.error.code == "invalid_answer"
     assert row.validation is not None and 2 <= row.validation["tries"] < 20 and row.validation["text"]

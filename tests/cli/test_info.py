@@ -26,8 +26,8 @@ def test_info_names_versions_model_and_cache(model_folder: Path, capsys: pytest.
     lines = capsys.readouterr().out.splitlines()
     shown = dict(line.split(maxsplit=1) for line in lines)
     assert {"cbatch", "python", "torch", "transformers", "model", "device", "attention"} <= shown.keys()
-    # 2 layers x (keys + values) x 2 heads x 12 dimensions x 4 bytes
-    assert "384 bytes a token" in shown["KV"] and "160 tokens in 10 blocks of 16" in shown["KV"]
+    # 2 layers x (keys + values) x 2 heads x 16 dimensions x 4 bytes
+    assert "512 bytes a token" in shown["KV"] and "160 tokens in 10 blocks of 16" in shown["KV"]
     assert "(llama)" in shown["model"]
     assert run_command([*options, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

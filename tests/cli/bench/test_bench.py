@@ -251,7 +251,7 @@ def test_everything_at_once(model_folder: Path, tmp_path: Path, capsys: pytest.C
     assert all(one in shown for one in words)
     assert shown.count("100%") >= 8 and "tokens a step" in shown
     assert {path.name for path in (tmp_path / "plots").iterdir()} >= {"timeline.svg", "speed.svg", "step.svg"}
-    assert (tmp_path / "r.html").read_text().count("<img") == 4
+    assert (tmp_path / "r.html").read_text().count("<img") == 5
 
 
 @pytest.mark.slow

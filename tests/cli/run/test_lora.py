@@ -28,7 +28,7 @@ def adapter(tmp_path: Path) -> Path:
 
 
 def save_sql(folder: Path, seed: int) -> Path:
-    network = make_network("llama", vocab_size=len(make_tokenizer()), max_position_embeddings=256)
+    network = make_network("llama", vocab_size=len(make_tokenizer()), max_position_embeddings=256, head_dim=16)
     return save_adapter(folder, draw_adapter(network, seed=seed))
 
 

@@ -196,7 +196,7 @@ def test_timings_and_verbose(command: Command) -> None:
     code, (row,) = command.answer(ROWS[1:2], "-v")
     assert code == 1 and not {"ttft_s", "elapsed_s", "cached_tokens"} & row.keys()
     error = command.said()
-    assert "cbatch: line 1: unknown parameter 'temperatur'" in error and "cbatch: attention: reference" in error
+    assert "cbatch: line 1: unknown parameter 'temperatur'" in error and "cbatch: attention: cpu" in error
 
 
 @pytest.mark.parametrize("arguments", [[], ["-o", "missing/out.jsonl"], ["-m", "./nowhere"]])

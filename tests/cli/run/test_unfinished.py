@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +38,7 @@ def test_unfinished_answers_go_on(command: Command, whole: bytes, name: str, opt
     if name == "out.jsonl":
         assert command.data == whole
     else:
-        texts = [row["text"] or "" for row in csv.DictReader(io.StringIO(command.out.read_text(), newline=""))]
+        texts = [row["text"] or "" for row in csv.DictReader(command.out.open(newline=""))]
         assert texts == [row.get("text", "") for row in parse_rows(whole)]
     second = command.figures()
     assert second["rows_continued"] == second["rows"] == 3 and second["rows_kept"] == 16

@@ -214,7 +214,7 @@ def test_adapters_of_another_model_are_refused_before_it_is_loaded(
         return str(raised.value).partition(": ")[2]
 
     other = draw_adapter(network, ("q_proj",))
-    assert refusal(other).startswith("it was made for another model: model.layers.0.self_attn.q_proj is 48 x 48 here")
+    assert refusal(other).startswith("it was made for another model: model.layers.0.self_attn.q_proj is 64 x 48 here")
     renamed = {name.replace("q_proj", "Wq"): tensor for name, tensor in other.items()}
     assert refusal(renamed) == (
         "it was made for another model: there is no linear model.layers.0.self_attn.Wq in a LlamaForCausalLM."
