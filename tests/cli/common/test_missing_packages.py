@@ -45,6 +45,8 @@ def test_a_missing_package_is_told_at_the_start(
     zstd.write_bytes(b"\x28\xb5\x2f\xfd....")
     for name in (package, "compression.zstd"):  # which Python has from 3.14 on
         monkeypatch.setitem(sys.modules, name, None)
+    if "cbatch.replicas.ray_cluster" in sys.modules:  # which has imported it
+        monkeypatch.setattr("cbatch.replicas.ray_cluster.ray", None)
     arguments = shlex.split(command.format(rows=rows, parquet=parquet, zstd=zstd))
     assert run_command([*arguments, *NO_MODEL]) == 2
     told = capsys.readouterr().err
