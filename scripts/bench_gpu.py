@@ -294,7 +294,7 @@ def load_lines(name: str, config: Any, device: Any, options: argparse.Namespace)
     """One model under load."""
     from scripts.gpu import load
 
-    setup = setup_of(name, config, device, options)
+    setup = setup_of(name, config, device, options, fast_on_cpu=True)
     yield from load.load_lines(setup, load.TINY if options.tiny else load.FULL)
 
 

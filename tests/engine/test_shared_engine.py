@@ -73,7 +73,7 @@ def wait_for_tokens(engine: Engine, count: int = 1) -> None:
 def test_many_threads_use_an_engine_in_every_way(model_folder: Path) -> None:
     """Guards all of it at once: calls, streams, loops of asyncio, maps, cancelling and exceptions."""
     stress = SharedEngineStress(model_folder, seed=0)
-    stress.run(num_threads=24, seconds=3)
+    stress.run(num_threads=24, seconds=1.5)
     assert min(stress.counts[name] for name in ("generate", "stream", "leave_stream", "async", "leave_async")) > 2
 
 

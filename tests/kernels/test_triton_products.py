@@ -6,6 +6,7 @@ With numbers in tiles of one size: right for every shape, and a row's bits depen
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 from scripts.gpu.bound_kernels import BoundKernels, router
 from tests.support.device import DEVICE
 from tests.support.kernels import draw
+from tests.support.samples import sampled
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
@@ -34,6 +36,9 @@ LEVELS = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]
 DTYPES = [torch.float32, torch.float16]  # Triton's interpreter cannot multiply bfloat16
 SIZES = [(1, 40, 64), (3, 33, 100), (20, 130, 288), (70, 70, 32)]
 """Rows, columns and depth, few of which are multiples of anything."""
+
+
+WAYS = list(product(ON_GPU, DTYPES))
 
 
 @pytest.fixture(params=OPS)
@@ -77,10 +82,10 @@ def check(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert float(error.max()) < (1e-5 if dtype == torch.float32 else 2e-3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ON_GPU, ids=lambda kind: FORMATS[kind])
-def test_linear(ops: BoundKernels, kind: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("way", sampled(WAYS, 6), ids=str)
+def test_linear(ops: BoundKernels, way: tuple[int, torch.dtype]) -> None:
     """Guards every format, tiles that are not full, depths that end within a part, biases, and logits."""
+    kind, dtype = way
     for rows, columns, depth in SIZES:
         matrix = QuantizedMatrix.empty(kind, columns, depth, DEVICE)
         exact = drawn_matrix(kind, columns, depth, matrix)

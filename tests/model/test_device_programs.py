@@ -70,7 +70,7 @@ def test_torch_equals_the_network(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", VARIED)
+@pytest.mark.parametrize("kind", sampled(VARIED, 8, keep=["gemma2", "gpt_oss", "deepseek_v3", "apertus"]))
 def test_triton_equals_the_network(kind: str) -> None:
     """Guards every operation by Triton's kernels, as models call them."""
     found = logits_in_chunks(device_model(kind), TritonAttention(DEVICE), PROMPT[:40], [0, 18, 19, 40])

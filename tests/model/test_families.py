@@ -79,7 +79,7 @@ def run_with_preemption(engine: SteppingEngine) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sampled(KINDS, 45, keep=["llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_5_text"]))
 def test_equals_generate(kind: str) -> None:
     """Guards every declaration, token for token in float32: chunks, shared prefixes, and rows that give way."""
     model, network = cpu_model(kind), saved_model(kind).network
@@ -160,8 +160,8 @@ def test_one_step_is_compiled_for_all_models() -> None:
 
 @pytest.mark.slow
 def test_transformers_stays_out(tmp_path: Path) -> None:
-    """Guards the seconds that importing transformers takes: loading a model of any declared family, and a tokenizer."""
-    for kind in KINDS:
+    """Guards the seconds that importing transformers takes: loading a model of a declared family, and a tokenizer."""
+    for kind in KINDS[::6]:
         saved = saved_model(kind)
         saved.network.save_pretrained(tmp_path / kind)
     code = (

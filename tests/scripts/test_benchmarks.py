@@ -111,6 +111,7 @@ def test_every_rounding_is_measured(measure: Measure, monkeypatch: pytest.Monkey
     assert all(0 < loss[cache] < loss["Q8_0 of llama.cpp"] < loss["Q4_0 of llama.cpp"] for cache in caches)
 
 
+@pytest.mark.exhaustive  # compiles kernels of its own
 @pytest.mark.kernels
 @pytest.mark.skipif(not HAS_VNNI, reason="needs AVX-512 VNNI")
 def test_products_are_measured(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         yield engine
 
 
-SAMPLE = {"rows": 40, "table": 14, "tokens": 6, "cache": 3, "tries": 3}
+SAMPLE = {"rows": 24, "table": 6, "tokens": 3, "cache": 2, "tries": 2}
 ALL = {"rows": 90, "table": 30, "tokens": 20, "cache": 5, "tries": 5}
 
 
