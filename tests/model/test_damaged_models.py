@@ -35,7 +35,7 @@ ALL = [pytest.param(PLAIN, part, 3, marks=pytest.mark.exhaustive, id=f"plain {pa
 ALL.append(pytest.param(OTHERS, 0, 1, marks=pytest.mark.exhaustive, id="others"))
 
 
-@pytest.mark.parametrize(("counts", "first", "step"), [(PLAIN | OTHERS, 0, 41), *ALL], ids=lambda _: "some")
+@pytest.mark.parametrize(("counts", "first", "step"), [(PLAIN | OTHERS, 0, 59), *ALL], ids=lambda _: "some")
 def test_damaged_models(counts: dict[str, int], first: int, step: int, tmp_path: Path) -> None:
     """Guards what nobody thought of: a hang, a traceback, a panic, a control character, or a gibibyte of memory."""
     codes, found = [], []

@@ -135,12 +135,14 @@ def test_integers_of_matrices_are_their_numbers(kind: str, tmp_path: Path) -> No
     assert checked >= ({None, INT8} if kind == "qwen3" else {None, INT4_ZEROS})
 
 
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.MXFP4, Kind.F32], ids=lambda kind: kind.name)
-def test_kernels_are_checked(kind: Kind, tmp_path: Path) -> None:
+def test_kernels_are_checked(kind: Kind, dtype: str, tmp_path: Path) -> None:
     """Guards `info --check`: transformers does not load such a file, so its numbers in plain torch are the judge."""
     path = tmp_path / "model.gguf"
     write_model(path, gguf_model("qwen3", **SIZES), kind)
-    config = EngineConfig(model=str(path), block_size=16, kv_blocks=60, max_batch_tokens=32, device="cpu")
+    sizes: dict[str, Any] = {"block_size": 16, "kv_blocks": 60, "max_batch_tokens": 32}
+    config = EngineConfig(model=str(path), device="cpu", dtype=dtype, **sizes)
     checks = list(SteppingEngine(config).check_kernels())
     assert "a whole step, against plain torch" in [check.name for check in checks]
     assert [check for check in checks if not check.agrees] == []
