@@ -11,7 +11,7 @@ import json
 import os
 import shlex
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -83,15 +83,21 @@ def _content(path: Path) -> dict[str, Any]:
         raise ConfigFileError(f"{shown} is not valid TOML: {reason}.") from error
 
 
-def load_config(command: click.Command, commands: Sequence[click.Command]) -> tuple[Settings, Mapping[str, Settings]]:
-    """What the file, which need not exist, says to a command; and its presets, by their names.
+def load_config(command: click.Command, root: click.Context) -> tuple[Settings, Mapping[str, Settings]]:
+    """The settings of a command in the file, which need not exist; and the presets there, by their names.
 
-    commands: all commands, of which one has to understand each key; empty if they are not known
+    root: of a group, one of whose commands has to understand each key; or of a command that is read by itself, as /run
+          in a chat is
 
     Raises ConfigFileError.
     """
     path = config_path()
     shown, content = display_path(path), _content(path)
+    if not content:
+        return {}, {}
+    commands: list[click.Command] = []
+    if isinstance(group := root.command, click.Group):  # whose commands are imported for this
+        commands = [one for name in group.list_commands(root) if (one := group.get_command(root, name)) is not None]
     keys = {one.name or "": option_keys(one) for one in commands or [command]}
     own = keys[command.name or ""]
 
@@ -189,15 +195,10 @@ class ConfiguredCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Reads the file before the options. What is wrong in it counts only if nobody asks for help."""
         problem: ConfigFileError | None = None
-        root = ctx.find_root()
-        commands: list[click.Command] = []  # a command is also read by itself, as /run in a chat is
-        if isinstance(root.command, click.Group):
-            found = (root.command.get_command(root, name) for name in root.command.list_commands(root))
-            commands = [one for one in found if one is not None]
         ctx.meta[_PRESETS], ctx.meta[_SETTINGS] = {}, {}
         ctx.meta[_COMMAND_LINE] = shlex.join([*ctx.command_path.split(), *args])
         try:
-            settings, ctx.meta[_PRESETS] = load_config(self, commands)
+            settings, ctx.meta[_PRESETS] = load_config(self, ctx.find_root())
             _use(ctx, settings)
         except ConfigFileError as error:
             problem = error
