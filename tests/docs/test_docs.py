@@ -219,6 +219,12 @@ def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_bytes()) <= MAX_README_BYTES
 
 
+def test_readme_says_how_to_run_it_and_its_tests() -> None:
+    """Guards the two commands of a stranger, one of which continuous integration reads from there."""
+    commands = "pip install . && cbatch run scripts/prompts.jsonl -o out.jsonl", "pip install '.[dev]' && pytest"
+    assert set(commands) <= set((ROOT / "README.md").read_text().splitlines())
+
+
 def test_the_reference_is_what_is_declared() -> None:
     """Guards against a new option that the reference lacks: `python -m scripts.reference` writes it."""
     assert reference.PAGE.read_text() == reference.write(reference.commands())

@@ -46,7 +46,7 @@ class Command:
         return code, self.rows() if self.out.exists() else []
 
     def said(self) -> str:
-        """What was written to stderr since the last question."""
+        """All that was written to stderr since the last question."""
         return self.printed.readouterr().err
 
     def report(self) -> Any:

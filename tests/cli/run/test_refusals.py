@@ -1,4 +1,4 @@
-"""What `cbatch run` refuses: exit code 2 and one sentence, with every file as it was."""
+"""Refusals of `cbatch run`: exit code 2 and one sentence, with every file as it was."""
 
 from __future__ import annotations
 
