@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -79,7 +78,7 @@ def test_refusals_are_sentences(
 ) -> None:
     """Guards files against being written, and users against 10,000 error rows, or loading a model for nothing."""
     monkeypatch.chdir(command.folder)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # of tools.py
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # of tools.py, in the process that tries it
     if not loads:
         monkeypatch.setattr("cbatch.cli.run.command._load", lambda *_: pytest.fail("a model was loaded"))
     if "parquet" in line:
