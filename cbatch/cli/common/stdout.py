@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
+
+from cbatch.base.errors import ConfigError
 
 _lock = threading.Lock()
 _num_users = 0
@@ -42,8 +45,11 @@ def without_library_output() -> Iterator[None]:
 
 
 def own_stdout() -> int:
-    """A new descriptor of stdout; to be closed."""
-    return os.dup(sys.stdout.fileno())
+    """A new descriptor of stdout; to be closed. Raises ConfigError if a program has put something else in its place."""
+    try:
+        return os.dup(sys.stdout.fileno())
+    except io.UnsupportedOperation:
+        raise ConfigError("Rows cannot go to this stdout, which is no file of the system: name one with -o.") from None
 
 
 def _flush() -> None:

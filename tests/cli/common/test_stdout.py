@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken
 
-from cbatch.cli.common.stdout import without_library_output
+from cbatch.base.errors import ConfigError
+from cbatch.cli.common.stdout import own_stdout, without_library_output
 from tests.support.fork_server import ForkServer
 from tests.support.rows import write_rows
 
@@ -35,6 +38,13 @@ def test_stdout_holds_only_what_the_command_writes(
     assert run.code() == 0, stderr.read_text()
     assert json.loads(stdout.read_text())
     assert all(line.startswith("cbatch: ") for line in stderr.read_text().splitlines())
+
+
+def test_a_stdout_that_is_no_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards programs that have replaced stdout, such as a notebook: they are told where rows can go."""
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    with pytest.raises(ConfigError, match="name one with -o"):
+        own_stdout()
 
 
 def test_stdout_comes_back(capfd: pytest.CaptureFixture[str]) -> None:
