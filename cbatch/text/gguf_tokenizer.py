@@ -73,17 +73,21 @@ def tokenizer_of(metadata: Mapping[str, Any], vocab_size: int) -> TextTokenizer 
     _check(max(map(len, tokens)) <= _MAX_TOKEN_CHARACTERS, "one of its tokens is too long")
     types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     _check(isinstance(types, list) and len(types) == len(tokens), "not all of its tokens have a type")
+    # Files of Gemma have real spaces in tokens of spaces only, many of which are user-defined.
+    if is_gemma := kind == "llama" and str(metadata.get("general.architecture", "")).startswith("gemma"):
+        tokens = ["▁" * len(token) if token.strip(" ") == "" else token for token in tokens]
     try:
         if kind == "gpt2":
             backend = _byte_level(metadata, tokens)
         elif kind == "llama":
-            backend = _sentence_pieces(metadata, tokens, types)
+            backend = _sentence_pieces(metadata, tokens, types, is_gemma=is_gemma)
         else:
             raise ModelError(f"The GGUF file has a tokenizer of the kind {str(kind)[:40]!r}, which is not read.")
         for number in (_CONTROL, _USER_DEFINED):
             its = [token for token, kind_of_it in zip(tokens, types, strict=True) if kind_of_it == number and token]
             special = number == _CONTROL
-            backend.add_tokens([AddedToken(token, normalized=False, special=special) for token in its])
+            # A token of spaces only stands for those of a normalized text.
+            backend.add_tokens([AddedToken(one, normalized=one.strip("▁") == "", special=special) for one in its])
         bos = _adds_specials(backend, metadata, tokens, kind)
     except ModelError:
         raise
@@ -155,18 +159,17 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     return backend
 
 
-def _sentence_pieces(metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int]) -> Tokenizer:
+def _sentence_pieces(
+    metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int], *, is_gemma: bool
+) -> Tokenizer:
     """SentencePiece's BPE: spaces are a character, and unknown characters become bytes.
 
-    Files of Gemma have real spaces in tokens of spaces only, and scores that are not the order of its merges, which is
-    the order of its tokens.
+    The scores in files of Gemma are not the order of its merges, which is the order of its tokens.
     """
     has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True) is not False
     scores = metadata.get("tokenizer.ggml.scores")
     _check(isinstance(scores, list) and len(scores) == len(tokens), "not all of its tokens have a score")
-    is_gemma = str(metadata.get("general.architecture", "")).startswith("gemma")
     if is_gemma:
-        tokens = ["▁" * len(token) if token.strip(" ") == "" else token for token in tokens]
         scores = [-float(number) for number in range(len(tokens))]
     unknown = _token(metadata, "unknown", tokens)
     unknown_token = tokens[unknown] if unknown is not None else None

@@ -170,10 +170,14 @@ def test_sentence_pieces(pieces: Any) -> None:
     assert found.backend.encode("<think>", add_special_tokens=False).ids == [pieces.piece_to_id("<think>")]
 
 
-def test_gemma(pieces: Any) -> None:
+@pytest.mark.parametrize("kind", [1, 4], ids=["ordinary", "user-defined, as llama.cpp's converter writes them"])
+def test_gemma(kind: int, pieces: Any) -> None:
     """Guards Gemma: no space in front, spaces as themselves in tokens of spaces, and merges in the tokens' order."""
     metadata = pieces_metadata(pieces)
-    tokens = metadata["tokenizer.ggml.tokens"]
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    assert "▁▁" not in tokens
+    at = types.index(1)
+    tokens[at:at], types[at:at] = ["▁" * length for length in range(2, 6)], [kind] * 4
     spaced = [" " * len(token) if set(token) == {"▁"} else token for token in tokens]
     changed = {
         "general.architecture": "gemma3", "tokenizer.ggml.tokens": spaced, "tokenizer.ggml.add_space_prefix": False,
