@@ -449,7 +449,9 @@ def test_files_go_with_a_message(runs: ForkServer, tmp_path: Path) -> None:
         chat.say(f"/read {tmp_path}/a two.txt", "+ 1 ", "b.py, ", "a two.txt")
         chat.say("What is in them?", "> What is in them?", "b.py", "tokens")
         chat.say("/read", "nothing is attached")
-    (saved,) = (tmp_path / "state" / "cbatch" / "sessions").glob("*.json")
+        sessions = tmp_path / "state" / "cbatch" / "sessions"
+        chat.until(lambda: list(sessions.glob("*.json")), "it is not saved:")
+    (saved,) = sessions.glob("*.json")
     attached = json.loads(saved.read_text())["turns"][0]["attached"]
     assert [Path(one["name"]).name for one in attached] == ["b.py", "a two.txt"]
 
