@@ -245,12 +245,11 @@ def quantization(options: argparse.Namespace) -> Any:
     return Quantization(options.quantize) if options.quantize else None
 
 
-def setup_of(name: str, config: Any, device: Any, options: argparse.Namespace, *, fast_on_cpu: bool = False) -> Any:
+def setup_of(name: str, config: Any, device: Any, options: argparse.Namespace) -> Any:
     from scripts.benchmarks.models import load_random
     from scripts.gpu.runs import Setup
 
-    fast_path = fast_on_cpu or device.type == "cuda"
-    loaded = load_random(name, config, device, fast_path=fast_path, quantize=quantization(options))
+    loaded = load_random(name, config, device, quantize=quantization(options))
     return Setup(name, loaded, options.max_seqs, options.max_batch_tokens, options.rates)
 
 
@@ -284,7 +283,7 @@ def deterministic_lines(name: str, config: Any, device: Any, options: argparse.N
     """Whole runs of one model with and without `--deterministic`."""
     from scripts.gpu import deterministic, runs
 
-    setup = setup_of(name, config, device, options, fast_on_cpu=True)
+    setup = setup_of(name, config, device, options)
     requests, low, high = (6, 4, 16) if options.tiny else (options.requests, 100, 1024)
     work = runs.work_of(requests, low, high, config["vocab_size"], config["max_position_embeddings"])
     yield from deterministic.deterministic_lines(setup, work, 2 if options.tiny else 16)
@@ -294,7 +293,7 @@ def load_lines(name: str, config: Any, device: Any, options: argparse.Namespace)
     """One model under load."""
     from scripts.gpu import load
 
-    setup = setup_of(name, config, device, options, fast_on_cpu=True)
+    setup = setup_of(name, config, device, options)
     yield from load.load_lines(setup, load.TINY if options.tiny else load.FULL)
 
 

@@ -39,7 +39,7 @@ class Routing(NamedTuple):
     weights: [T, top_k] float32
     places:  [T, top_k] where each pair stands once all are sorted by expert
     starts:  [experts + 1] where the pairs of each expert begin
-    active:  [experts + 1] the experts that have any; behind as many as there are in all, the number of these
+    active:  [experts + 1] the experts of a layer that have any; their number is at place `num_experts`
     scratch: [threads, hidden + 2 * experts] float32 memory
     """
 
