@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -59,25 +59,27 @@ class _ReadLater(Mapping[str, Tensor]):
         return len(self._readers)
 
 
-def _unstacked(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Mapping[str, Tensor]:
+def _unstacked(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Tensor]:
     """Of files that hold the matrices of all experts in one, for a program that names each.
 
-    names: of the program
+    shapes: of the program's weights. Files may have the matrices of a stack as [depth, columns] (Qwen 3 VL).
     """
 
-    def part_of(stack: str, number: int, part: str) -> Tensor:
+    def part_of(stack: str, number: int, part: str, columns: int) -> Tensor:
         matrix = tensors[stack][number]
+        if len(matrix) != columns * (1 if part == "down" else 2):
+            matrix = matrix.T
         return matrix if part == "down" else matrix.chunk(2)[part == "up"]
 
     parts, stacks = dict[str, Callable[[], Tensor]](), set[str]()
-    for name in names:
+    for name, shape in shapes.items():
         match = _EXPERT.fullmatch(name)
         if match is not None and name not in tensors:
             prefix, number, part = match.groups()
             stack = f"{prefix}.{'down' if part == 'down' else 'gate_up'}_proj"
             if stack in tensors:
                 stacks.add(stack)
-                parts[name] = partial(part_of, stack, int(number), part)
+                parts[name] = partial(part_of, stack, int(number), part, shape[0])
     return _ReadLater({name: partial(tensors.__getitem__, name) for name in tensors if name not in stacks} | parts)
 
 

@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -19,6 +20,18 @@ from tests.support.tiny_models import VOCABULARY
 
 CLASSES: dict[str, str] = {name: str(cls) for name, cls in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())}
 """Every model type of which AutoModelForCausalLM makes a model, and the class that it makes."""
+WITHOUT_CAUSAL_CLASS: dict[str, str] = {
+    "glm4v_moe_text": "Glm4vMoeForConditionalGeneration",
+    "glm4v_text": "Glm4vForConditionalGeneration",
+    "glm_ocr_text": "GlmOcrForConditionalGeneration",
+    "qwen2_5_omni_text": "Qwen2_5OmniThinkerForConditionalGeneration",
+    "qwen2_5_vl_text": "Qwen2_5_VLForConditionalGeneration",
+    "qwen2_vl_text": "Qwen2VLForConditionalGeneration",
+    "qwen3_omni_moe_text": "Qwen3OmniMoeThinkerForConditionalGeneration",
+    "qwen3_vl_moe_text": "Qwen3VLMoeForConditionalGeneration",
+    "qwen3_vl_text": "Qwen3VLForConditionalGeneration",
+}
+"""Text models that AutoModelForCausalLM does not make, and the class of another kind that is run on text instead."""
 LAYERS = 2
 WINDOW = 12
 CHUNK = 16
@@ -70,6 +83,14 @@ SIZES: list[tuple[str, Any]] = [
     (r"index_topk_blocks", 2),
     (r".*_pdrop|.*dropout.*|.*layerdrop", 0.0),
 ]
+
+
+def _mrope(theta: float, *sections: int, **others: Any) -> dict[str, Any]:
+    """Positions in three dimensions, which are one for text. sections: pairs of a head for each of them"""
+    rope = {"rope_type": "default", "rope_theta": theta, "mrope_section": list(sections)}
+    return {"rope_parameters": rope | others}
+
+
 # What one family needs beyond that: fields that the table above cannot know.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
@@ -107,6 +128,9 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "per_layer_config": {1: {"head_dim": 32}, 3: {"head_dim": 32}},
     },
     "gemma4_unified_text": {"per_layer_config": {1: {"head_dim": 32}}},
+    "glm4v_moe_text": _mrope(1e4, 1, 1, 2, partial_rotary_factor=0.5),
+    "glm4v_text": _mrope(1e4, 1, 1, 2, partial_rotary_factor=0.5),
+    "glm_ocr_text": _mrope(1e4, 2, 3, 3) | {"head_dim": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hrm_text": {"num_hidden_layers": 16},
@@ -114,10 +138,16 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "mamba2": {"num_heads": 8},
-    "mllama_text_model": {"cross_attention_layers": [1]},
     "minimax": {"block_size": 8, "sliding_window": None},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "mllama_text_model": {"cross_attention_layers": [1]},
     "nemotron_h": {"moe_latent_size": None},
+    "qwen2_5_omni_text": _mrope(1e6, 2, 3, 3),
+    "qwen2_5_vl_text": _mrope(1e6, 2, 3, 3),
+    "qwen2_vl_text": _mrope(1e6, 2, 3, 3),
+    "qwen3_omni_moe_text": _mrope(1e6, 4, 2, 2),
+    "qwen3_vl_moe_text": _mrope(5e5, 4, 2, 2) | {"moe_intermediate_size": 48},
+    "qwen3_vl_text": _mrope(5e5, 4, 2, 2),
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_budget": 8,
@@ -146,7 +176,8 @@ NOT_BUILT_HERE: dict[str, str] = {
 
 def tiny_config(model_type: str) -> Any:
     """A small configuration of a model type, with its windows and thresholds in use."""
-    kind = CONFIG_MAPPING[model_type]
+    name = WITHOUT_CAUSAL_CLASS.get(model_type)
+    kind = getattr(transformers, name).config_class if name else CONFIG_MAPPING[model_type]
     return kind(**_shrunk(kind().to_dict()))
 
 
@@ -159,7 +190,9 @@ def make_architecture(model_type: str, gain: float = 1.5, **sizes: Any) -> Any:
     config = tiny_config(model_type)
     for name, value in sizes.items():
         setattr(config, name, value)
-    network = AutoModelForCausalLM.from_config(config).eval()
+    name = WITHOUT_CAUSAL_CLASS.get(model_type)
+    make = getattr(transformers, name)._from_config if name else AutoModelForCausalLM.from_config
+    network = make(config).eval()
     draw(network, gain)
     return network
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,7 +22,7 @@ from cbatch.model.base import Model
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.kv_cache import U8, KVCache
 from cbatch.runtime.state_pool import StatePool, StepStates
-from tests.support.architectures import draw, make_architecture
+from tests.support.architectures import WITHOUT_CAUSAL_CLASS, draw, make_architecture
 from tests.support.model_checks import GAINS, depends_on_context, reference_logits
 from tests.support.tiny_models import make_prompts
 
@@ -29,6 +30,10 @@ BLOCK_SIZE = 16
 PROMPT = make_prompts([60], seed=6)[0]
 CHUNKS = [0, 7, 30, 31, 32, 60]
 """Where the prompt is cut into steps."""
+
+
+_TEXT_PREFIX = re.compile(r"(model\.|thinker\.)*language_model\.(model\.)?")
+_TOWERS = re.compile(r"^(model\.)?(visual|vision\w*|audio\w*|multi_modal_projector)\.")
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,11 @@ def saved_model(kind: str) -> SavedModel:
         transformers.utils.logging.disable_progress_bar()
         network.save_pretrained(folder)
         config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-        return SavedModel(network, config, _read_all(Path(folder)))
+        tensors = _read_all(Path(folder))
+    if kind in WITHOUT_CAUSAL_CLASS and "text_config" in config:
+        config = config["text_config"] | {"tie_word_embeddings": config.get("tie_word_embeddings", False)}
+        tensors = {_TEXT_PREFIX.sub("model.", name): tensors[name] for name in tensors if not _TOWERS.search(name)}
+    return SavedModel(network, config, tensors)
 
 
 def reconfigured(saved: SavedModel, settings: dict[str, Any]) -> SavedModel:

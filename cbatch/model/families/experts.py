@@ -71,12 +71,13 @@ def mixtral(model: Builder) -> None:
     decoder(model, attention(window=window, norms=None if is_mixtral else row_norms), feed)
 
 
-@family("qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "mellum")
+@family("qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_omni_moe_text", "olmoe", "flex_olmo", "mellum")
 def qwen_moe(model: Builder) -> None:
     """Qwen 2 has a shared expert with a gate. OLMoE norms all queries together, FlexOlmo after each part, too."""
     config, kind = model.config, model.kind
     model.read(has_rotary=False)
     is_olmo, is_post, is_qwen2 = "olmo" in kind, kind == "flex_olmo", kind == "qwen2_moe"
+    thetas = {"flex_olmo": 5e5, "qwen3_vl_moe_text": 5e5, "qwen3_omni_moe_text": 1e6}
     bias = config.flag("qkv_bias" if is_qwen2 else "attention_bias", is_qwen2)
     windows, size = _qwen_windows(model), config.whole("intermediate_size" if is_olmo else "moe_intermediate_size")
     config.ignore("intermediate_size")
@@ -88,16 +89,17 @@ def qwen_moe(model: Builder) -> None:
         model.spare.append(r"mtp\..*")
         config.ignore("num_mtp_layers", "num_nextn_predict_layers")
     else:
-        rotary = [model.read_rotary(theta=5e5 if is_post else 1e4)] * model.num_layers
+        rotary = [model.read_rotary(theta=thetas.get(kind, 1e4))] * model.num_layers
     attend = attention(
         qkv_bias=bias, out_bias=bias and not is_qwen2, rotary=rotary, window=windows,
         norms=None if is_qwen2 else row_norms if is_olmo else head_norms(),
         clip=float(config.get("clip_qkv") or 0.0) if kind == "olmoe" else 0.0,
         after="post_attention_layernorm" if is_post else "",
     )  # fmt: skip
+    normalize = config.flag("norm_topk_prob", kind in ("mellum", "qwen3_omni_moe_text"))
     feed = mixture(
         num_experts(config), size,
-        {"scores": "softmax", "normalize": config.flag("norm_topk_prob", kind == "mellum")}, sparse=is_sparse,
+        {"scores": "softmax", "normalize": normalize or kind == "qwen3_vl_moe_text"}, sparse=is_sparse,
         dense=feed_forward(), after="post_feedforward_layernorm" if is_post else "",
         beside=gated_shared_expert if is_qwen2 else None,
     )  # fmt: skip
@@ -120,7 +122,7 @@ def _qwen_windows(model: Builder) -> list[int]:
     if kind == "mellum":
         return model.windows()
     config.ignore("sliding_window", "max_window_layers")
-    if not config.flag("use_sliding_window") or "olmo" in kind:
+    if not config.flag("use_sliding_window") or "olmo" in kind or kind.endswith("_text"):
         config.ignore("layer_types")
         return [0] * model.num_layers
     window = int(config.get("sliding_window") or 0)
@@ -174,12 +176,12 @@ def ernie_moe(model: Builder) -> None:
     decoder(model, attention(bias=bias), feed, tied_by_default=True)
 
 
-@family("glm4_moe", "dots1", "exaone_moe", "solar_open")
+@family("glm4_moe", "glm4v_moe_text", "dots1", "exaone_moe", "solar_open")
 def biased_moe(model: Builder) -> None:
     """Llama's attention, and DeepSeek V3's experts after a few dense layers. EXAONE rotates only in its windows."""
     config, kind, is_exaone = model.config, model.kind, model.kind == "exaone_moe"
-    model.read(part={"glm4_moe": 0.5, "solar_open": 1.0}.get(kind))
-    bias = config.flag("attention_bias") and not is_exaone
+    model.read(part={"glm4_moe": 0.5, "glm4v_moe_text": 0.5, "solar_open": 1.0}.get(kind))
+    bias = config.flag("attention_bias", kind == "glm4v_moe_text") and not is_exaone
     has_norms = kind in ("dots1", "exaone_moe") or (kind == "glm4_moe" and config.flag("use_qk_norm"))
     windows, size = _biased_windows(model), config.whole("moe_intermediate_size")
     shared = int(config.first("n_shared_experts", "num_shared_experts"))

@@ -13,18 +13,22 @@ from cbatch.model.families.rotary import read_rotary, rope_settings
 from cbatch.model.ops.all import Activation, HeadNorms, Norm, Normalize, Weight
 from cbatch.model.weight import RESIDUAL
 
+_WITH_PICTURES = {"qwen2_vl_text": 1e6, "qwen2_5_vl_text": 1e6, "qwen2_5_omni_text": 1e6, "qwen3_vl_text": 5e5}
+"""Text models of Qwen's with pictures, and the bases of their rotations."""
+
 
 @family("llama", "mistral", "qwen2", "qwen3", "internlm3", "iquestcoder", "emu3", "emu3_text_model", "ministral",
-        "cwm", "seed_oss")  # fmt: skip
+        "cwm", "seed_oss", *_WITH_PICTURES)  # fmt: skip
 def llama(model: Builder) -> None:
     """Qwen 2 has biases, Qwen 3 norms of queries and keys, Mistral and Qwen windows."""
     config, kind = model.config, model.kind
-    model.read()
-    bias = kind == "qwen2" or config.flag("attention_bias", config.get("qkv_bias", kind == "seed_oss"))
-    out_bias = config.flag("attention_out_bias") if kind == "seed_oss" else bias and kind != "qwen2"
+    model.read(theta=_WITH_PICTURES.get(kind, 1e4))
+    is_qwen2 = kind.startswith("qwen2")
+    bias = is_qwen2 or config.flag("attention_bias", config.get("qkv_bias", kind == "seed_oss"))
+    out_bias = config.flag("attention_out_bias") if kind == "seed_oss" else bias and not is_qwen2
     mlp_bias = config.flag("mlp_bias", config.get("bias", False))
     config.expect("clip_qkv", None)
-    norms = head_norms() if kind == "qwen3" else None
+    norms = head_norms() if kind.startswith("qwen3") else None
     attend = attention(qkv_bias=bias, out_bias=out_bias, window=_windows(model), norms=norms)
     decoder(model, attend, feed_forward(bias=mlp_bias))
 
@@ -32,6 +36,7 @@ def llama(model: Builder) -> None:
 def _windows(model: Builder) -> list[int]:
     config, kind = model.config, model.kind
     has_window = kind in ("mistral", "ministral", "cwm") or config.flag("use_sliding_window")
+    has_window = has_window and kind != "qwen3_vl_text"
     kinds = config.get("layer_types")
     if not has_window:
         config.ignore("sliding_window", "max_window_layers")
@@ -230,12 +235,14 @@ def phi3(model: Builder) -> None:
     decoder(model, attend, feed_forward(names=STACKED))
 
 
-@family("glm", "glm4")
+@family("glm", "glm4", "glm4v_text", "glm_ocr_text")
 def glm(model: Builder) -> None:
-    """Half of each head is rotated, neighbours together. GLM 4 has norms after each part, too."""
+    """A part of each head is rotated, neighbours together. Those after the first have norms after each part, too."""
+    kind, bias = model.kind, model.config.flag("attention_bias", True)
+    bias = {"glm4v_text": True, "glm_ocr_text": False}.get(kind, bias)
     model.read(has_rotary=False, is_interleaved=True)
-    rotary = read_rotary(model.config, model.sizes.head_dim, part=0.5)
+    rotary = read_rotary(model.config, model.sizes.head_dim, part=0.5 if kind in ("glm", "glm4") else 1.0)
     model.rotary, model.sizes = model.add_rotary(rotary), replace(model.sizes, rotary_dim=2 * len(rotary.inv_freq))
-    after = ("post_self_attn_layernorm", "post_mlp_layernorm") if model.kind == "glm4" else ("", "")
-    attend = attention(qkv_bias=model.config.flag("attention_bias", True), after=after[0])
+    after = ("", "") if kind == "glm" else ("post_self_attn_layernorm", "post_mlp_layernorm")
+    attend = attention(qkv_bias=bias, after=after[0])
     decoder(model, attend, feed_forward(names=STACKED, after=after[1]))

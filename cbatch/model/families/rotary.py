@@ -63,7 +63,9 @@ def read_rotary(
             frequencies = _llama3(frequencies, rope)
         case "yarn":
             frequencies, factor = _yarn(config, len(frequencies), rope)
-        case "default" | "dynamic":  # which changes beyond `max_position_embeddings`, where a model's context ends here
+        case "default" | "mrope":  # positions of pictures, which are plain ones for text
+            pass
+        case "dynamic":  # which changes beyond `max_position_embeddings`, where a model's context ends here
             pass
         case _:
             raise UnsupportedConfig(f"its rotary embedding has the type {kind}")
