@@ -22,7 +22,7 @@ from cbatch.model.cpu import CpuModel
 from cbatch.model.families import declared_kinds
 from cbatch.model.ops.device_kernel import by_torch
 from cbatch.runtime.kv_cache import KVCache
-from tests.support.architectures import CLASSES, WITHOUT_CAUSAL_CLASS
+from tests.support.architectures import CLASSES, VARIANTS, WITHOUT_CAUSAL_CLASS
 from tests.support.cuda_model import (
     DEVICE,
     batch_of,
@@ -45,7 +45,7 @@ from cbatch.model.cuda import CudaModel
 
 pytestmark = pytest.mark.kernels
 
-KINDS = [kind for kind in declared_kinds() if kind in CLASSES | WITHOUT_CAUSAL_CLASS]
+KINDS = [*(kind for kind in declared_kinds() if kind in CLASSES | WITHOUT_CAUSAL_CLASS), *VARIANTS]
 VARIED = [
     "llama", "qwen3", "gemma2", "gemma4_text", "phi", "opt", "cohere", "olmo2", "stablelm", "glm4", "apertus",
     "hunyuan_v1_dense", "smollm3", "mixtral", "gpt_oss", "afmoe", "llama4_text", "deepseek_v2", "deepseek_v3",

@@ -26,7 +26,7 @@ from cbatch.model.cuda import CudaModel
 from cbatch.model.families import declared_kinds, read_program
 from cbatch.model.ops.all import Program
 from cbatch.model.ops.device_kernel import by_torch
-from tests.support.architectures import CLASSES, WITHOUT_CAUSAL_CLASS
+from tests.support.architectures import CLASSES, VARIANTS, WITHOUT_CAUSAL_CLASS
 from tests.support.cuda_model import engine_around
 from tests.support.generation import generate
 from tests.support.model_checks import LENGTHS, PARAMS, PROMPTS, TRUNK, is_greedy_output
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.kernels
 
 UNSEEN = [("gemma4", "Linear.factor"), ("gemma4_text", "Linear.factor"), ("lfm2_moe", "Route.choice_bias")]
 """Settings that change nothing there: a norm follows the linear, and the bias chooses the same experts."""
-KINDS = [kind for kind in declared_kinds() if kind in CLASSES | WITHOUT_CAUSAL_CLASS]
+KINDS = [*(kind for kind in declared_kinds() if kind in CLASSES | WITHOUT_CAUSAL_CLASS), *VARIANTS]
 
 
 def describe(program: Program) -> str:

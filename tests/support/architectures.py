@@ -163,6 +163,10 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32, "hybrid_layer_ids": [1]},
     "zaya": {"num_experts_per_tok": 1},
 }
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "nemotron_h, latent experts": ("nemotron_h", {"moe_latent_size": 32}),
+}
+"""Models of a type that has several forms: the type, and settings beside those that the tables above give."""
 FADING = ("A_log", "time_decay")
 """Logarithms of how fast a state fades: it does so over some twenty tokens."""
 NOT_BUILT_HERE: dict[str, str] = {
@@ -175,10 +179,11 @@ NOT_BUILT_HERE: dict[str, str] = {
 
 
 def tiny_config(model_type: str) -> Any:
-    """A small configuration of a model type, with its windows and thresholds in use."""
+    """A small configuration of a model type, or of one of VARIANTS, with its windows and thresholds in use."""
+    model_type, own = VARIANTS.get(model_type, (model_type, {}))
     name = WITHOUT_CAUSAL_CLASS.get(model_type)
     kind = getattr(transformers, name).config_class if name else CONFIG_MAPPING[model_type]
-    return kind(**_shrunk(kind().to_dict()))
+    return kind(**_shrunk(kind().to_dict()) | own)
 
 
 def make_architecture(model_type: str, gain: float = 1.5, **sizes: Any) -> Any:

@@ -121,6 +121,7 @@ class Builder:
     """Collects the operations of one model.
 
     norm, sizes, rotary, activation: those of its layers, unless a part says otherwise; `read` sets them
+    num_experts: of all layers that it has so far
     Raises UnsupportedConfig for sizes that no model can have.
     """
 
@@ -140,7 +141,7 @@ class Builder:
         _check_sizes(_MOST_LAYERS, self.num_layers)
         self.numbers = range(self.num_layers)
         self.max_model_len = int(config.first("max_position_embeddings", "n_positions"))
-        self.is_tied = False
+        self.is_tied, self.num_experts = False, 0
         self.replaced_ids: dict[int, int] = {}
         self.layouts: tuple[Layout, ...] = ()
         self.spare: list[str] = [r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"]
@@ -378,17 +379,20 @@ class Layer:
         target: str = RESIDUAL,
         factor: float = 1.0,
         weigh_input: bool = False,
+        width: int | None = None,
     ) -> None:
         """The experts of a layer, which are added to the residual.
 
+        width:   of what they read and give, that of the residual by default
         stacked: the files hold the matrices of all experts in one tensor, and those of each by itself otherwise
         transpose, bias, interleaved: of stacked ones: they are [depth, columns]; the names with `_bias` are theirs;
                  columns of gate and up take turns
         """
         activation = activation or self.model.activation
-        hidden, both = self.model.hidden_size, (1 + activation.gated) * size
+        hidden, both = width or self.model.hidden_size, (1 + activation.gated) * size
         _check_sizes(_MOST_EXPERTS, num_experts)
-        _check_sizes(_MOST_EXPERTS_IN_ALL, num_experts * self.model.num_layers)
+        self.model.num_experts += num_experts
+        _check_sizes(_MOST_EXPERTS_IN_ALL, self.model.num_experts)
         _check_sizes(_MOST_COLUMNS, both)
         *first, last = names
         order = torch.arange(both).view(-1, 2).T.flatten() if interleaved else None

@@ -12,6 +12,7 @@ from cbatch.model.config import UnsupportedConfig
 from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind, rows_of
 from cbatch.model.families.decoder import (
     LAYERNORMS,
+    Part,
     attention,
     by_kind,
     decoder,
@@ -30,7 +31,7 @@ from cbatch.model.families.mixers import (
     gated_delta_net,
     mamba2,
 )
-from cbatch.model.ops.all import Gate, Linear, Matrix
+from cbatch.model.ops.all import Activation, Gate, Linear, Matrix, Norm, Normalize
 
 
 @family("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
@@ -282,7 +283,8 @@ def nemotron_h(model: Builder) -> None:
                   "time_step_floor", "moe_shared_expert_overlap", "num_nextn_predict_layers", "mtp_layers_block_type",
                   "mtp_hybrid_override_pattern", "mamba_proj_bias", "residual_in_fp32", "rescale_prenorm_residual",
                   "num_logits_to_keep", "intermediate_size", "n_shared_experts", "num_hidden_layers", "rope_theta",
-                  "rope_parameters", "partial_rotary_factor")  # fmt: skip
+                  "rope_parameters", "partial_rotary_factor", "norm_eps", "rms_norm_eps", "attention_head_dim",
+                  "time_step_rank")  # fmt: skip
     model.layouts = ((("model.", "backbone."),),)
     model.spare.append(r"mtp\..*")
     scan = ScanSizes(
@@ -302,14 +304,33 @@ def nemotron_h(model: Builder) -> None:
         _DENSE: feed_forward(prefix=prefix, bias=bias),
     }  # fmt: skip
     if _EXPERTS in kinds:
-        config.expect("moe_latent_size", None)
-        parts[_EXPERTS] = mixture(
-            config.whole("n_routed_experts", 8), config.whole("moe_intermediate_size", 7688),
-            {"name": prefix + "gate"} | biased_router(config, "mixer.gate.e_score_correction_bias"),
-            prefix=prefix + "experts.", names=("up_proj", "down_proj"), shared_prefix=prefix + "shared_experts.",
-            shared=config.whole("moe_shared_expert_intermediate_size", 7688), shared_bias=bias,
-        )  # fmt: skip
+        parts[_EXPERTS] = _nemotron_experts(model, prefix, bias=bias)
     decoder(model, by_kind(kinds, **parts), norms=("norm",), embed="embeddings", final="norm_f")
+
+
+def _nemotron_experts(model: Builder, prefix: str, *, bias: bool) -> Part:
+    """Experts beside a feed-forward part for all tokens; those of Nemotron 3 Super may read and give a latent."""
+    config, hidden, names = model.config, model.hidden_size, ("up_proj", "down_proj")
+    count, size = config.whole("n_routed_experts", 8), config.whole("moe_intermediate_size", 7688)
+    shared, latent = config.whole("moe_shared_expert_intermediate_size", 7688), config.get("moe_latent_size")
+    router = {"name": prefix + "gate"} | biased_router(config, prefix + "gate.e_score_correction_bias")
+    beside = feed_forward(size=shared, prefix=prefix + "shared_experts.", bias=bias)
+    if latent is None:
+        return mixture(count, size, router, prefix=prefix + "experts.", names=names, beside=beside)
+    width = int(latent)
+
+    def feed(layer: Layer, source: str) -> None:
+        top_k = layer.route(source, count, **router)
+        down = layer.matrix(prefix + "fc1_latent_proj", width, hidden, bias=bias)
+        model.add(Linear(source, "latent", down, activation=Activation("identity", gated=False)))
+        layer.experts(
+            "latent", count, top_k, size, prefix=prefix + "experts.", names=names, target="mixed", width=width
+        )
+        model.add(Normalize("mixed", "latent", Norm("none", 0.0)))
+        layer.add_to_residual("latent", layer.matrix(prefix + "fc2_latent_proj", hidden, width, bias=bias))
+        beside(layer, source)
+
+    return feed
 
 
 def _nemotron_layers(model: Builder) -> list[str]:
