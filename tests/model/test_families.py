@@ -94,6 +94,16 @@ def test_equals_generate(kind: str) -> None:
     assert model.num_parameters <= sum(parameter.numel() for parameter in network.parameters()) + 64
 
 
+@pytest.mark.parametrize(("name", "kind"), [("kimi_k2", "deepseek_v3"), ("mimo", "qwen2")])
+def test_other_names_for_a_class(name: str, kind: str) -> None:
+    """Guards types of which transformers has no class: the logits of the one that theirs equals."""
+    saved, draft = saved_model(kind), {"model.mtp_layers.0.input_proj.weight": torch.zeros(64, 128)}
+    tensors = {**saved.tensors, **(draft if name == "mimo" else {})}
+    settings = {"attention_bias": True, "num_nextn_predict_layers": 1} if name == "mimo" else {}
+    model = CpuModel(saved.config | settings | {"model_type": name}, tensors, torch.float32)
+    assert error_of(logits_in_chunks(model, CpuAttention()), expected_logits(kind)) < 2e-4
+
+
 @pytest.mark.parametrize("name", sampled(FAULTS, 12))
 def test_wrong_operations_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the comparison with transformers: each of these mistakes in a program changes its logits."""

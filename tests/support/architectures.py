@@ -138,6 +138,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "mamba2": {"num_heads": 8},
+    "mimo_v2_flash": {"head_dim": 24},
     "minimax": {"block_size": 8, "sliding_window": None},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
     "mllama_text_model": {"cross_attention_layers": [1]},
@@ -164,6 +165,12 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon, two norms": ("falcon", {"new_decoder_architecture": True, "bias": True}),
+    "falcon, one norm": (
+        "falcon",
+        {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon, in turn": ("falcon", {"parallel_attn": False, "multi_query": False, "num_kv_heads": 4, "bias": True}),
     "nemotron_h, latent experts": ("nemotron_h", {"moe_latent_size": 32}),
 }
 """Models of a type that has several forms: the type, and settings beside those that the tables above give."""

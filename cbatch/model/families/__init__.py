@@ -14,6 +14,7 @@ from cbatch.model.families import (  # noqa: F401  # which registers them
     granite,
     hybrids,
     llama,
+    mixtures,
 )
 from cbatch.model.families.builder import Builder
 from cbatch.model.families.decoder import declarations

@@ -135,7 +135,7 @@ class Builder:
         self.hidden_size = int(config.first("hidden_size", "n_embd"))
         self.vocab_size = int(config["vocab_size"])
         kinds = config.values.get("layers_block_type")  # which some files have instead of a number
-        self.num_layers = len(kinds) if kinds else int(config.first("num_hidden_layers", "n_layer"))
+        self.num_layers = len(kinds) if kinds else int(config.first("num_hidden_layers", "n_layer", "num_layers"))
         _check_sizes(_MOST_COLUMNS, self.hidden_size)
         _check_sizes(_MOST_TOKENS, self.vocab_size)
         _check_sizes(_MOST_LAYERS, self.num_layers)
@@ -176,7 +176,7 @@ class Builder:
         """
         config = self.config
         self.norm = norm or NormKind(config["rms_norm_eps"] if eps is None else config.get("rms_norm_eps", eps))
-        heads = int(config.first("num_attention_heads", "n_head"))
+        heads = int(config.first("num_attention_heads", "n_head", "num_heads"))
         head_dim = int(config.get("head_dim") or head_dim or self.hidden_size // heads)
         kv_heads = kv_heads or int(config.get("num_key_value_heads") or heads)
         if heads % kv_heads or min(heads, kv_heads, head_dim) < 1:

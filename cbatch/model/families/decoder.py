@@ -65,7 +65,8 @@ def attention(
     window: int | Sequence[int] = 0,
     chunk: int | Sequence[int] = 0,
     softcap: float | None = None,
-    has_sinks: bool = False,
+    has_sinks: bool | Sequence[bool] = False,
+    sinks: str = "sinks",
     factor: float = 1.0,
     after: str = "",
     gate: Callable[[Layer, str], Gate] | None = None,
@@ -80,7 +81,7 @@ def attention(
     qkv:   by default q_proj, k_proj and v_proj
     out, transpose: the last linear, and whether it is stored as [depth, columns]
     bias:  of all linears, unless `qkv_bias` or `out_bias` say otherwise
-    has_sinks: a score of each head carries no value
+    has_sinks, sinks: a score of each head carries no value; the name of these scores
     after: the name of the norm of its result
     gate:  of what attention gives, made of the buffer that it reads
     norms, clip: see `PrepareHeads`
@@ -109,9 +110,9 @@ def attention(
         normed = (norms(layer, heads) if norms else None) or HeadNorms()
         model.add(PrepareHeads(source, "query", heads.heads, shape, cache, shared is None, turn, normed, clip))
         scores = heads.head_dim**-0.5 if scale is None else own(scale)
-        sinks = layer.weight(f"{prefix}sinks", heads.heads) if has_sinks else None
+        extra = layer.weight(prefix + sinks, heads.heads) if own(has_sinks) else None
         model.add(
-            Attend("query", "attended", cache, heads.heads, shape, scores, reach, own(chunk), softcap or 0.0, sinks)
+            Attend("query", "attended", cache, heads.heads, shape, scores, reach, own(chunk), softcap or 0.0, extra)
         )
         if gating is not None:
             model.add(gating)
@@ -240,6 +241,16 @@ def mixture(
             layer.add_normed(after)
 
     return feed
+
+
+def side_by_side(first: Part, second: Part, norm: str) -> tuple[Part, Part]:
+    """Two parts that read the same residual, of which the second has a norm of its own, of this name."""
+
+    def before(layer: Layer, source: str) -> None:
+        layer.norm(norm, target="normed_too")
+        first(layer, source)
+
+    return before, lambda layer, source: second(layer, "normed_too")
 
 
 def by_kind(kinds: Sequence[str], **parts: Part) -> Part:

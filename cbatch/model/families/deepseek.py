@@ -100,9 +100,9 @@ def deepseek_v2(model: Builder) -> None:
     decoder(model, attend, feed)
 
 
-@family("deepseek_v3", "glm4_moe_lite", "axk1")
+@family("deepseek_v3", "kimi_k2", "sarvam_mla", "glm4_moe_lite", "axk1")
 def deepseek_v3(model: Builder) -> None:
-    """Experts by sigmoids, in groups. A.X K1 norms what they give."""
+    """Experts by sigmoids, in groups. A.X K1 norms what they give. Kimi K2 and Sarvam differ in sizes only."""
     config, kind = model.config, model.kind
     _read(model)
     attend = _latent_attention(
@@ -121,9 +121,9 @@ def deepseek_v3(model: Builder) -> None:
 
 def _sparse_layers(model: Builder) -> list[bool]:
     config, kind = model.config, model.kind
-    if kind != "deepseek_v3" and (kinds := config.get("mlp_layer_types")):
+    if kind in ("glm4_moe_lite", "axk1") and (kinds := config.get("mlp_layer_types")):
         return sparse_by_type(kinds)
-    default = 3 if kind == "deepseek_v3" else 1
+    default = 3 if kind in ("deepseek_v3", "kimi_k2") else 1
     dense = 1 if kind == "glm4_moe_lite" else config.whole("first_k_dense_replace", default)
     period = config.whole("moe_layer_freq", 1)
     if kind != "axk1" and period != 1:

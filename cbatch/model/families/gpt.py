@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind, rows_of
-from cbatch.model.families.decoder import LAYERNORMS, MakeQkv, attention, decoder, family, feed_forward, head_norms
+from cbatch.model.config import UnsupportedConfig
+from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind, deinterleaved, rows_of
+from cbatch.model.families.decoder import (
+    LAYERNORMS,
+    MakeQkv,
+    attention,
+    decoder,
+    family,
+    feed_forward,
+    head_norms,
+    side_by_side,
+)
+from cbatch.model.families.rotary import read_rotary
 from cbatch.model.ops.all import HeadNorms, Matrix, Norm
 
 
@@ -14,14 +27,15 @@ def _layer_norm(eps: float, *, offset: float = 0.0) -> NormKind:
 
 
 def _fused_qkv(name: str, *, by_head: bool, bias: bool = True, transpose: bool = False) -> MakeQkv:
-    """One linear for queries, keys and values. by_head: each head has its three side by side"""
+    """One linear for queries, keys and values. by_head: each key follows the queries that it serves, then its value"""
 
     def make(layer: Layer, sizes: HeadSizes) -> Matrix:
         columns = sum(sizes.columns)
         matrix = layer.matrix(name, columns, layer.model.hidden_size, bias=bias, transpose=transpose)
         if not by_head:
             return matrix
-        return rows_of(matrix, torch.arange(columns).view(sizes.heads, 3, -1).transpose(0, 1).flatten())
+        heads = torch.arange(columns).view(sizes.kv_heads, -1, sizes.head_dim)
+        return rows_of(matrix, torch.cat([heads[:, :-2].flatten(), heads[:, -2].flatten(), heads[:, -1].flatten()]))
 
     return make
 
@@ -58,6 +72,9 @@ def gpt2(model: Builder) -> None:
     )  # fmt: skip
 
 
+_LINEARS = "dense_h_to_4h", "dense_4h_to_h"
+
+
 @family("gpt_neox", "persimmon")
 def gpt_neox(model: Builder) -> None:
     """Attention and feed-forward part side by side in GPT-NeoX; both rotate a part of each head."""
@@ -77,21 +94,92 @@ def gpt_neox(model: Builder) -> None:
         model.spare.append(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)")
     qkv = _fused_qkv(prefix + "query_key_value", by_head=True, bias=bias)
     norms = head_norms(*LAYERNORMS) if has_norms else None
-    serial = attention(prefix=prefix, qkv=qkv, out="dense", bias=bias, norms=norms)
-    plain = feed_forward(names=("dense_h_to_4h", "dense_4h_to_h"), bias=True)
-
-    def attend(layer: Layer, source: str) -> None:
-        if is_parallel:
-            layer.norm("post_attention_layernorm", target="normed_too")
-        serial(layer, source)
-
-    def feed(layer: Layer, source: str) -> None:
-        plain(layer, "normed_too" if is_parallel else source)
-
+    attend = attention(prefix=prefix, qkv=qkv, out="dense", bias=bias, norms=norms)
+    parts = attend, feed_forward(names=_LINEARS, bias=True)
     decoder(
-        model, attend, feed, norms=("input_layernorm", None if is_parallel else "post_attention_layernorm"),
+        model, *(side_by_side(*parts, "post_attention_layernorm") if is_parallel else parts),
+        norms=("input_layernorm", None if is_parallel else "post_attention_layernorm"),
         root="gpt_neox." if is_neox else "model.", embed="embed_in" if is_neox else "embed_tokens",
         final="final_layer_norm" if is_neox else "final_layernorm", name="embed_out" if is_neox else "lm_head",
+    )  # fmt: skip
+
+
+@family("falcon")
+def falcon(model: Builder) -> None:
+    """Attention and feed-forward part side by side after one norm, or, in larger models, after one each."""
+    config = model.config
+    config.expect("alibi", False)
+    is_new, bias = config.flag("new_decoder_architecture"), config.flag("bias")
+    is_parallel = bool(config.expect("parallel_attn", True)) if is_new else config.flag("parallel_attn", True)
+    heads = config.whole("num_attention_heads")
+    shares, kv_heads = config.flag("multi_query", True), int(config.get("num_kv_heads") or heads)
+    model.read(
+        norm=_layer_norm(config.get("layer_norm_epsilon", 1e-5)), key="activation", activation="gelu", gated=False,
+        kv_heads=kv_heads if is_new else 1 if shares else heads,
+    )  # fmt: skip
+    has_two = config.get("num_ln_in_parallel_attn") != 1 and is_new
+    inner = int(config.get("ffn_hidden_size") or 4 * model.hidden_size)
+    prefix = "self_attention."
+    qkv = _fused_qkv(prefix + "query_key_value", by_head=True, bias=bias)
+    attend = attention(prefix=prefix, qkv=qkv, out="dense", bias=bias)
+    parts = attend, feed_forward(size=inner, names=_LINEARS, bias=bias)
+    decoder(
+        model, *(side_by_side(*parts, "ln_mlp") if has_two else parts),
+        norms=("ln_attn" if has_two else "input_layernorm", None if is_parallel else "post_attention_layernorm"),
+        root="transformer.", embed="word_embeddings", layers="h", final="ln_f", tied_by_default=True,
+    )  # fmt: skip
+
+
+@family("gptj", "codegen")
+def gptj(model: Builder) -> None:
+    """Both parts read the same norm, and neighbours are rotated."""
+    config, is_gptj = model.config, model.kind == "gptj"
+    model.read(
+        norm=_layer_norm(config.get("layer_norm_epsilon", 1e-5)), has_rotary=False, key="activation_function",
+        activation="gelu_new", gated=False, is_interleaved=is_gptj,
+    )  # fmt: skip
+    width = config.whole("rotary_dim", 64)
+    config.ignore("n_ctx")
+    model.sizes, model.rotary = replace(model.sizes, rotary_dim=width), model.add_rotary(read_rotary(config, width))
+    inner = int(config.get("n_inner") or 4 * model.hidden_size)
+    model.spare.append(r"transformer\.h\.\d+\.attn\.(bias|masked_bias|causal_mask)")
+    attend = attention(prefix="attn.", out="out_proj", qkv=None if is_gptj else _codegen_qkv)
+    decoder(
+        model, attend, feed_forward(size=inner, names=("fc_in", "fc_out"), bias=True), norms=("ln_1", None),
+        root="transformer.", embed="wte", layers="h", final="ln_f", bias=True,
+    )  # fmt: skip
+
+
+def _codegen_qkv(layer: Layer, sizes: HeadSizes) -> Matrix:
+    """Four blocks of queries, values and keys. Rotated neighbours of a head are brought together here."""
+    blocks = torch.arange(sum(sizes.columns)).view(4, 3, -1)
+    queries, values, keys = (blocks[:, part].flatten() for part in range(3))
+    order = deinterleaved(sizes.heads, sizes.head_dim, sizes.rotary_dim)
+    matrix = layer.matrix("attn.qkv_proj", blocks.numel(), layer.model.hidden_size)
+    return rows_of(matrix, torch.cat([queries[order], keys[order], values]))
+
+
+@family("gpt_neo")
+def gpt_neo(model: Builder) -> None:
+    """GPT-2 whose scores are not scaled, with windows in some layers."""
+    config = model.config
+    model.read(
+        norm=_layer_norm(config.get("layer_norm_epsilon", 1e-5)), has_rotary=False, key="activation_function",
+        activation="gelu_new", gated=False,
+    )  # fmt: skip
+    given, window = config.get("attention_types") or [[["global", "local"], 12]], config.whole("window_size", 256)
+    kinds = config.get("attention_layers") or [kind for one, count in given for _ in range(count) for kind in one]
+    if not set(kinds) <= {"global", "local"} or len(kinds) != model.num_layers:
+        raise UnsupportedConfig("it has layers of other types")
+    inner = int(config.get("intermediate_size") or 4 * model.hidden_size)
+    model.spare.append(r"transformer\.h\.\d+\.attn\.attention\.(bias|masked_bias)")
+    attend = attention(
+        prefix="attn.attention.", out="out_proj", out_bias=True, scale=1.0,
+        window=[window if kind == "local" else 0 for kind in kinds],
+    )  # fmt: skip
+    decoder(
+        model, attend, feed_forward(size=inner, names=("c_fc", "c_proj"), bias=True), norms=("ln_1", "ln_2"),
+        root="transformer.", embed="wte", positions="wpe", layers="h", final="ln_f", tied_by_default=True,
     )  # fmt: skip
 
 

@@ -18,12 +18,16 @@ _WITH_PICTURES = {"qwen2_vl_text": 1e6, "qwen2_5_vl_text": 1e6, "qwen2_5_omni_te
 
 
 @family("llama", "mistral", "qwen2", "qwen3", "internlm3", "iquestcoder", "emu3", "emu3_text_model", "ministral",
-        "cwm", "seed_oss", *_WITH_PICTURES)  # fmt: skip
+        "cwm", "seed_oss", "mimo", *_WITH_PICTURES)  # fmt: skip
 def llama(model: Builder) -> None:
-    """Qwen 2 has biases, Qwen 3 norms of queries and keys, Mistral and Qwen windows."""
+    """Qwen 2 has biases, Qwen 3 norms of queries and keys, Mistral and Qwen windows. MiMo drafts with more layers."""
     config, kind = model.config, model.kind
     model.read(theta=_WITH_PICTURES.get(kind, 1e4))
-    is_qwen2 = kind.startswith("qwen2")
+    is_qwen2 = kind.startswith("qwen2") or kind == "mimo"
+    if kind == "mimo":
+        config.expect("attention_bias", True)
+        config.ignore("num_nextn_predict_layers")
+        model.spare.append(r"model\.mtp_layers\..*")
     bias = is_qwen2 or config.flag("attention_bias", config.get("qkv_bias", kind == "seed_oss"))
     out_bias = config.flag("attention_out_bias") if kind == "seed_oss" else bias and not is_qwen2
     mlp_bias = config.flag("mlp_bias", config.get("bias", False))
@@ -51,8 +55,22 @@ def _windows(model: Builder) -> list[int]:
     window = int(config.get("sliding_window") or 0)
     if kind == "cwm":
         return [0 if layer % 4 == 0 else window for layer in model.numbers]
-    first = config.whole("max_window_layers") if window and kind.startswith("qwen") else 0
+    first = config.whole("max_window_layers") if window and kind.startswith(("qwen", "mimo")) else 0
     return [window if layer >= first else 0 for layer in model.numbers]
+
+
+@family("exaone")
+def exaone(model: Builder) -> None:
+    """Llama with the names of GPT-2."""
+    config = model.config
+    key = "activation_function" if "activation_function" in config.values else "hidden_act"
+    norm = NormKind(config.first("rms_norm_eps", "layer_norm_epsilon"))
+    model.read(norm=norm, key=key, theta=5e5)
+    decoder(
+        model, attention(prefix="attn.attention.", out="out_proj", bias=config.flag("attention_bias")),
+        feed_forward(names=("c_fc_0", "c_fc_1", "c_proj"), bias=config.flag("mlp_bias")), norms=("ln_1", "ln_2"),
+        root="transformer.", embed="wte", layers="h", final="ln_f",
+    )  # fmt: skip
 
 
 @family("smollm3")
