@@ -144,7 +144,8 @@ def outcome(model_type: str, result: CheckResult) -> str:
     if result.status == EQUAL:
         return "equal, on a fast path" if model_type in declared_kinds() else "equal, by transformers"
     reason = NOT_BUILT_HERE[model_type] if result.status == NOT_BUILT else result.reason
-    return f"{result.status}: {reason}"
+    is_declared = result.status == REFUSED and model_type in declared_kinds()
+    return f"{result.status}{', but equal on a fast path' if is_declared else ''}: {reason}"
 
 
 def outcomes_in(page: str) -> list[tuple[str, str]]:
