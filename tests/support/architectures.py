@@ -21,15 +21,24 @@ from tests.support.tiny_models import VOCABULARY
 CLASSES: dict[str, str] = {name: str(cls) for name, cls in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())}
 """Every model type of which AutoModelForCausalLM makes a model, and the class that it makes."""
 WITHOUT_CAUSAL_CLASS: dict[str, str] = {
+    "ernie4_5_vl_moe_text": "Ernie4_5_VLMoeForConditionalGeneration",
     "glm4v_moe_text": "Glm4vMoeForConditionalGeneration",
     "glm4v_text": "Glm4vForConditionalGeneration",
     "glm_ocr_text": "GlmOcrForConditionalGeneration",
+    "granite4_vision_text": "Granite4VisionForConditionalGeneration",
+    "granite_docling_text": "GraniteDoclingForConditionalGeneration",
+    "hunyuan_vl_text": "HunYuanVLForConditionalGeneration",
+    "mistral4": "Mistral4ForCausalLM",
+    "mllama_text_model": "MllamaForCausalLM",
+    "molmo2_text": "Molmo2ForConditionalGeneration",
+    "paddleocr_vl_text": "PaddleOCRVLForConditionalGeneration",
     "qwen2_5_omni_text": "Qwen2_5OmniThinkerForConditionalGeneration",
     "qwen2_5_vl_text": "Qwen2_5_VLForConditionalGeneration",
     "qwen2_vl_text": "Qwen2VLForConditionalGeneration",
     "qwen3_omni_moe_text": "Qwen3OmniMoeThinkerForConditionalGeneration",
     "qwen3_vl_moe_text": "Qwen3VLMoeForConditionalGeneration",
     "qwen3_vl_text": "Qwen3VLForConditionalGeneration",
+    "step3p5": "Step3p7ForConditionalGeneration",
 }
 """Text models that AutoModelForCausalLM does not make, and the class of another kind that is run on text instead."""
 LAYERS = 2
@@ -113,6 +122,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "per_layer_config": {1: {"head_dim": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}},
     },
     "dots3_note_vision_encoder": {"mlp_layer_types": ["dense"] * 2, "per_layer_config": {}},
+    "ernie4_5_vl_moe_text": _mrope(5e5, 3, 3, 2) | {"moe_intermediate_size": [64, 32]},
     "falcon_h1": {"attention_out_multiplier": 4.0, "ssm_out_multiplier": 0.5},
     "gemma3n_text": {
         "num_hidden_layers": 4,
@@ -132,8 +142,18 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "glm4v_text": _mrope(1e4, 1, 1, 2, partial_rotary_factor=0.5),
     "glm_ocr_text": _mrope(1e4, 2, 3, 3) | {"head_dim": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    "granite4_vision": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hrm_text": {"num_hidden_layers": 16},
+    "hunyuan_vl_text": {
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 1e4,
+            "alpha": 8.0,
+            "factor": 1.0,
+            "mrope_section": [2, 2, 2, 2],
+        }
+    },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
@@ -141,8 +161,20 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": {"head_dim": 24},
     "minimax": {"block_size": 8, "sliding_window": None},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "mistral4": {
+        "head_dim": 24,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "llama_4_scaling_beta": 0.5}
+        | {"original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0},
+    },
     "mllama_text_model": {"cross_attention_layers": [1]},
+    "molmo2_adapter": {"vision_feature_layer": [1, 0]},
+    "molmo2_text": {
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+        "rope_scaling_layers": [1],
+        "additional_vocab_size": VOCABULARY,  # transformers saves both tables as one, cut in halves
+    },
     "nemotron_h": {"moe_latent_size": None},
+    "paddleocr_vl_text": _mrope(5e5, 2, 3, 3),
     "qwen2_5_omni_text": _mrope(1e6, 2, 3, 3),
     "qwen2_5_vl_text": _mrope(1e6, 2, 3, 3),
     "qwen2_vl_text": _mrope(1e6, 2, 3, 3),

@@ -32,8 +32,10 @@ CHUNKS = [0, 7, 30, 31, 32, 60]
 """Where the prompt is cut into steps."""
 
 
-_TEXT_PREFIX = re.compile(r"(model\.|thinker\.)*language_model\.(model\.)?")
-_TOWERS = re.compile(r"^(model\.)?(visual|vision\w*|audio\w*|multi_modal_projector)\.")
+_OF_TEXT = re.compile(
+    r"(?:model\.)?(?:(?:language|text)_model\.)?(?:model\.)?((?:embed_tokens|layers|norm|transformer)\..*)"
+)
+"""Names of the weights of a text model in files of a model with pictures."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,9 @@ def saved_model(kind: str) -> SavedModel:
         tensors = _read_all(Path(folder))
     if kind in WITHOUT_CAUSAL_CLASS and "text_config" in config:
         config = config["text_config"] | {"tie_word_embeddings": config.get("tie_word_embeddings", False)}
-        tensors = {_TEXT_PREFIX.sub("model.", name): tensors[name] for name in tensors if not _TOWERS.search(name)}
+        parts = ((_OF_TEXT.fullmatch(name), tensor) for name, tensor in tensors.items())
+        head = {name: tensor for name, tensor in tensors.items() if name.startswith("lm_head.")}
+        tensors = {f"model.{found[1]}": tensor for found, tensor in parts if found} | head
     return SavedModel(network, config, tensors)
 
 

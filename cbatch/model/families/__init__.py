@@ -15,6 +15,7 @@ from cbatch.model.families import (  # noqa: F401  # which registers them
     hybrids,
     llama,
     mixtures,
+    vision,
 )
 from cbatch.model.families.builder import Builder
 from cbatch.model.families.decoder import declarations

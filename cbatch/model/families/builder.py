@@ -122,6 +122,7 @@ class Builder:
 
     norm, sizes, rotary, activation: those of its layers, unless a part says otherwise; `read` sets them
     num_experts: of all layers that it has so far
+    extra_tokens: rows of the embedding beyond the vocabulary
     Raises UnsupportedConfig for sizes that no model can have.
     """
 
@@ -139,9 +140,9 @@ class Builder:
         _check_sizes(_MOST_COLUMNS, self.hidden_size)
         _check_sizes(_MOST_TOKENS, self.vocab_size)
         _check_sizes(_MOST_LAYERS, self.num_layers)
-        self.numbers = range(self.num_layers)
+        self.numbers: Sequence[int] = range(self.num_layers)
         self.max_model_len = int(config.first("max_position_embeddings", "n_positions"))
-        self.is_tied, self.num_experts = False, 0
+        self.is_tied, self.num_experts, self.extra_tokens = False, 0, 0
         self.replaced_ids: dict[int, int] = {}
         self.layouts: tuple[Layout, ...] = ()
         self.spare: list[str] = [r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"]
@@ -226,7 +227,7 @@ class Builder:
 
     def embed(self, name: str = "model.embed_tokens", scale: float = 1.0, positions: str = "", offset: int = 0) -> None:
         """Tokens, times `scale`, and maybe learned positions, which begin in row `offset` of their table."""
-        self._embedding = Weight(f"{name}.weight", (self.vocab_size, self.hidden_size))
+        self._embedding = Weight(f"{name}.weight", (self.vocab_size + self.extra_tokens, self.hidden_size))
         size = self.max_model_len + offset, self.hidden_size
         self.add(Embed(self._embedding, scale, Weight(f"{positions}.weight", size) if positions else None, offset))
 
@@ -347,18 +348,22 @@ class Layer:
         *,
         top_k: int | None = None,
         bias: bool = False,
+        transpose: bool = False,
         choice_bias: str = "",
         choice_shape: tuple[int, ...] = (),
         **how: Any,
     ) -> int:
         """The router. Returns how many experts a token has, `num_experts_per_tok` by default.
 
-        choice_bias, choice_shape: the name of its weights, and their dimensions before that of the experts
+        choice_bias, choice_shape: the name of its weights, and their dimensions before that of the experts, of which
+            the first is an index of 0
         how: the other fields of `Route`
         """
-        matrix = self.matrix(name, num_experts, self.model.hidden_size, bias=bias)
+        matrix = self.matrix(name, num_experts, self.model.hidden_size, bias=bias, transpose=transpose)
         top_k = self.model.config.whole("num_experts_per_tok") if top_k is None else top_k
         chosen = self.weight(choice_bias, *choice_shape, num_experts) if choice_bias else None
+        if chosen is not None and choice_shape:
+            chosen = replace(chosen, index=0)
         self.model.add(Route(source, matrix, top_k, choice_bias=chosen, **how))
         return top_k
 

@@ -27,7 +27,7 @@ def _experts(model: Builder, factor: float, names: Sequence[str], router: str, s
 _STORED = [f"{name}.weight" for name in _NAMES], "router.layer"
 
 
-@family("granite", "granite_swa", "granitemoe", "granitemoeshared", "granitemoe_swa")
+@family("granite", "granite4_vision_text", "granite_swa", "granitemoe", "granitemoeshared", "granitemoe_swa")
 def granite(model: Builder) -> None:
     """Those with windows have sinks, and bases of their own in each layer. Those with experts may have shared ones."""
     config, kind = model.config, model.kind

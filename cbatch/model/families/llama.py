@@ -99,19 +99,20 @@ def ministral3(model: Builder) -> None:
     decoder(model, attention(window=int(config.get("sliding_window") or 0)), feed_forward())
 
 
-@family("arcee", "ernie4_5", "helium")
+@family("arcee", "ernie4_5", "paddleocr_vl_text", "helium")
 def plain_kin(model: Builder) -> None:
-    """Arcee's feed-forward part has no gate; the others rotate neighbours."""
+    """Arcee's feed-forward part has no gate; ERNIE and Helium rotate neighbours."""
     config, kind, is_arcee = model.config, model.kind, model.kind == "arcee"
+    is_ernie = kind in ("ernie4_5", "paddleocr_vl_text")
     model.read(
-        theta={"ernie4_5": 5e5, "helium": 1e5}.get(kind, 1e4), is_interleaved=not is_arcee, gated=not is_arcee,
-        activation="relu2" if is_arcee else "silu",
+        theta=5e5 if is_ernie else 1e5 if kind == "helium" else 1e4, is_interleaved=kind in ("ernie4_5", "helium"),
+        gated=not is_arcee, activation="relu2" if is_arcee else "silu",
     )  # fmt: skip
-    bias = mlp_bias = config.flag("use_bias" if kind == "ernie4_5" else "attention_bias")
-    if kind != "ernie4_5":
+    bias = mlp_bias = config.flag("use_bias" if is_ernie else "attention_bias")
+    if not is_ernie:
         mlp_bias = config.flag("mlp_bias")
     attend = attention(qkv_bias=bias, out_bias=bias and kind != "helium")
-    decoder(model, attend, feed_forward(bias=mlp_bias), tied_by_default=kind == "ernie4_5")
+    decoder(model, attend, feed_forward(bias=mlp_bias), tied_by_default=is_ernie)
 
 
 @family("apertus")
@@ -129,10 +130,11 @@ def apertus(model: Builder) -> None:
     decoder(model, attend, feed, norms=("attention_layernorm", "feedforward_layernorm"))
 
 
-@family("hunyuan_v1_dense")
+@family("hunyuan_v1_dense", "hunyuan_vl_text")
 def hunyuan(model: Builder) -> None:
     """Norms of queries and keys come after the rotation."""
-    decoder(model, hunyuan_attention(model), feed_forward())
+    model.config.ignore("attention_head_dim", "org_vocab_size", "pad_id")
+    decoder(model, hunyuan_attention(model), feed_forward(), tied_by_default=model.kind == "hunyuan_vl_text")
 
 
 def hunyuan_attention(model: Builder) -> Part:
@@ -142,8 +144,8 @@ def hunyuan_attention(model: Builder) -> Part:
     config["head_dim"]
     config.ignore("eod_token_id")
     head_dim, rope = model.sizes.head_dim, rope_settings(config, None, 1e4, "rope_theta", None)
-    rotary = read_rotary(config, head_dim)
-    if rope.get("rope_type", rope.get("type")) == "dynamic" and rope.get("alpha"):
+    rotary = read_rotary(config, head_dim, aliases={"xdrope": "dynamic"})
+    if rope.get("rope_type", rope.get("type")) in ("dynamic", "xdrope") and rope.get("alpha"):
         theta = rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2))
         inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
         rotary = replace(rotary, inv_freq=tuple(inv_freq.tolist()))
