@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,8 @@ from cbatch.model.config import UnsupportedConfig
 from cbatch.model.families import read_program, text_config
 from cbatch.model.ops.program import Layout, Program
 from cbatch.model.stored import StoredWeights
+
+_log = logging.getLogger("cbatch")
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
@@ -130,6 +133,8 @@ class ProgramModel:
         """Raises UnsupportedConfig if there is no program for such a config."""
         self.config = text_config(config)
         self.program = program = read_program(config)
+        for note in program.notes:
+            _log.warning("%s", note)
         self.name, self.kind = program.name, program.kind
         self.dtype, self.device = dtype, device
         self.vocab_size, self.max_model_len = program.vocab_size, program.max_model_len

@@ -225,6 +225,15 @@ def test_stacks_of_experts_may_be_transposed() -> None:
     assert error_of(logits_in_chunks(model, CpuAttention()), expected) < 2e-4
 
 
+def test_contexts_end_where_an_index_chooses(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards DeepSeek V3.2 and GLM 5 in texts of more tokens than their index chooses, of which people are told."""
+    assert not read_program(saved_model("deepseek_v32").config).notes
+    for kind in ("deepseek_v32", "glm_moe_dsa"):
+        saved = saved_model(kind)
+        model = CpuModel(saved.config | {"index_topk": 24}, saved.tensors, torch.float32)
+        assert model.max_model_len == 24 and "A text has 24 tokens at most" in caplog.text
+
+
 def longrope_model(switch: int) -> SavedModel:
     """A Phi-3 whose frequencies are others in texts of more tokens than `switch`."""
     config = saved_model("phi3").config

@@ -22,7 +22,7 @@ from cbatch.model.base import Model
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.kv_cache import U8, KVCache
 from cbatch.runtime.state_pool import StatePool, StepStates
-from tests.support.architectures import WITHOUT_CAUSAL_CLASS, draw, make_architecture
+from tests.support.architectures import CONTEXT, WITHOUT_CAUSAL_CLASS, draw, make_architecture
 from tests.support.model_checks import GAINS, depends_on_context, reference_logits
 from tests.support.tiny_models import make_prompts
 
@@ -38,6 +38,10 @@ _OF_TEXT = re.compile(
 """Names of the weights of a text model in files of a model with pictures."""
 
 
+_WITHOUT_CHOICE = {kind: {"index_topk": CONTEXT} for kind in ("deepseek_v32", "glm_moe_dsa")}
+"""Sizes with which an index chooses every token, as it has to on the fast path."""
+
+
 @dataclass(frozen=True)
 class SavedModel:
     """A network, and the config.json and tensors that it saves."""
@@ -50,7 +54,7 @@ class SavedModel:
 @cache
 def saved_model(kind: str) -> SavedModel:
     """A tiny model of a type whose output depends on its context, named as its files name it."""
-    network = make_architecture(kind, GAINS[0])
+    network = make_architecture(kind, GAINS[0], **_WITHOUT_CHOICE.get(kind, {}))
     for gain in GAINS:
         draw(network, gain)
         _draw_buffers(network)

@@ -144,6 +144,7 @@ class Builder:
         self.max_model_len = int(config.first("max_position_embeddings", "n_positions"))
         self.is_tied, self.num_experts, self.extra_tokens = False, 0, 0
         self.replaced_ids: dict[int, int] = {}
+        self.notes: list[str] = []
         self.layouts: tuple[Layout, ...] = ()
         self.spare: list[str] = [r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"]
         self._operations: list[Operation] = []
@@ -279,6 +280,7 @@ class Builder:
             head=self._head,
             is_tied=self.is_tied,
             replaced_ids=self.replaced_ids,
+            notes=tuple(self.notes),
             layouts=self.layouts,
             spare=tuple(self.spare),
             states=tuple(self._states),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -23,8 +25,13 @@ def _latent_attention(
     value_dim = int(config.get("v_head_dim") or hidden // heads)
     width, each, bias = plain + rotated, plain + value_dim, config.flag("attention_bias")
     config.ignore("head_dim", "num_key_value_heads", "qk_head_dim")
-    rotary = model.add_rotary(read_rotary(config, rotated, part=part))
     rope, scale = rope_settings(config, None, 1e4, "rope_theta", None), width**-0.5
+    turn = read_rotary(config, rotated, part=part)
+    if model.kind == "mistral4":  # whose share is that of a whole head; queries grow with the position
+        turn = read_rotary(config, rotated, settings=rope | {"partial_rotary_factor": 1.0})
+        floor = float(rope["original_max_position_embeddings"])
+        turn = replace(turn, scale_beta=float(rope["llama_4_scaling_beta"]), scale_floor=floor)
+    rotary = model.add_rotary(turn)
     kind, all_dims = rope.get("rope_type", rope.get("type", "default")), rope.get("mscale_all_dim")
     if kind != "default" and all_dims:
         scale = float(scale * yarn_mscale(rope["factor"], all_dims) ** 2)
@@ -100,30 +107,53 @@ def deepseek_v2(model: Builder) -> None:
     decoder(model, attend, feed)
 
 
-@family("deepseek_v3", "kimi_k2", "sarvam_mla", "glm4_moe_lite", "axk1")
+_INDEXED = "deepseek_v32", "glm_moe_dsa"
+
+
+@family("deepseek_v3", "kimi_k2", "sarvam_mla", "glm4_moe_lite", "axk1", "mistral4", *_INDEXED)
 def deepseek_v3(model: Builder) -> None:
-    """Experts by sigmoids, in groups. A.X K1 norms what they give. Kimi K2 and Sarvam differ in sizes only."""
+    """Experts by sigmoids, in groups. A.X K1 norms what they give. Kimi K2 and Sarvam differ in sizes only.
+
+    DeepSeek V3.2 and GLM 5 attend to tokens that an index chooses, which are all in a text of no more than these.
+    """
     config, kind = model.config, model.kind
     _read(model)
-    attend = _latent_attention(
-        model, part=1.0 if kind == "glm4_moe_lite" else None, is_interleaved=config.flag("rope_interleave", True)
-    )
+    is_interleaved = config.flag("rope_interleave", True) or kind in _INDEXED
+    attend = _latent_attention(model, part=1.0 if kind == "glm4_moe_lite" else None, is_interleaved=is_interleaved)
+    if kind in _INDEXED:
+        _end_where_index_chooses(model)
     size, shared = config.whole("moe_intermediate_size"), config.whole("n_shared_experts")
     config.expect("topk_method", "noaux_tc", "greedy", None)
     config.ignore("num_mtp_layers", "num_nextn_predict_layers", "scoring_func", "ep_size", "intermediate_size")
     model.spare.append(rf"model\.layers\.{model.num_layers}\..*")
+    router = biased_router(config) | ({"scores": "softmax", "choice_bias": ""} if kind == "mistral4" else {})
     feed = mixture(
-        num_experts(config, "n_routed_experts"), size, biased_router(config), shared=shared * size,
+        num_experts(config, "n_routed_experts"), size, router, shared=shared * size,
         sparse=_sparse_layers(model), dense=feed_forward(), after="post_mlp_layernorm" if kind == "axk1" else "",
     )  # fmt: skip
     decoder(model, attend, feed)
 
 
+def _end_where_index_chooses(model: Builder) -> None:
+    config, most = model.config, model.config.whole("index_topk", 2048)
+    config.ignore("index_head_dim", "index_n_heads", "index_topk_freq", "index_topk_pattern", "index_skip_topk_offset",
+                  "index_share_for_mtp_iteration", "indexer_types", "indexer_rope_interleave", "layer_types",
+                  "moe_router_dtype", "mlp_bias")  # fmt: skip
+    model.spare.append(r".*\.self_attn\.indexer\..*")
+    if most < model.max_model_len:
+        model.max_model_len = most
+        model.notes.append(
+            f"A text has {most} tokens at most, because in longer ones an index chooses what this model attends to. "
+            "With --attention reference, transformers computes that."
+        )
+
+
 def _sparse_layers(model: Builder) -> list[bool]:
     config, kind = model.config, model.kind
-    if kind in ("glm4_moe_lite", "axk1") and (kinds := config.get("mlp_layer_types")):
+    if kind in ("glm4_moe_lite", "axk1", *_INDEXED) and (kinds := config.get("mlp_layer_types")):
+        config.ignore("first_k_dense_replace", "moe_layer_freq")
         return sparse_by_type(kinds)
-    default = 3 if kind in ("deepseek_v3", "kimi_k2") else 1
+    default = 0 if kind == "mistral4" else 3 if kind in ("deepseek_v3", "kimi_k2", *_INDEXED) else 1
     dense = 1 if kind == "glm4_moe_lite" else config.whole("first_k_dense_replace", default)
     period = config.whole("moe_layer_freq", 1)
     if kind != "axk1" and period != 1:

@@ -80,6 +80,7 @@ class Program:
     replaced_ids:  token ids that stand for something else than text, and what is embedded instead
     layouts:       other ways in which files name the weights
     spare:         regular expressions of weights that the files may hold and that are not used
+    notes:         what people should know of it, in sentences
     """
 
     name: str
@@ -98,6 +99,7 @@ class Program:
     layouts: tuple[Layout, ...] = ()
     spare: tuple[str, ...] = ()
     states: tuple[StateShape, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:
