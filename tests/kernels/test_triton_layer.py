@@ -187,6 +187,7 @@ ROUTERS = {
     "sigmoid of chosen": router(1, "sigmoid_of_chosen"),
     "biases": router(3, "sigmoid", draw(12, seed=4), normalize=True, epsilon=0.1),
     "least sum": router(2, "softmax", normalize=True, least_sum=0.9, expert_scales=draw(12, seed=5)),
+    "sparse mixer": router(2, "sparse_mixer", tolerance=0.6),
     "groups": router(2, "softmax", groups=4, top_groups=2),
     "groups by two": router(3, "sigmoid", draw(12, seed=6), 4, 2, "two_highest"),
 }
@@ -208,6 +209,12 @@ def routed(scores: Tensor, router: Any) -> tuple[Tensor, Tensor]:
         given = row[chosen]
         given = given.softmax(0) if router.scores == "softmax_of_chosen" else given
         given = given.sigmoid() if router.scores == "sigmoid_of_chosen" else given
+        if router.scores == "sparse_mixer":
+            first, second = chosen
+            near = row[row >= row.max() - router.tolerance * row.abs().clamp(min=row.max())]
+            rest = row[torch.arange(len(row), device=row.device) != first]
+            left = rest[rest >= row[second] - router.tolerance * rest.abs().clamp(min=row[second])]
+            given = torch.stack([near.softmax(0).max(), left.softmax(0).max()])
         total = max(float(given.sum()) + router.epsilon, router.least_sum) if router.normalize else 1.0
         given = given * router.factor / total
         experts.append(chosen)

@@ -188,6 +188,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "indexer_head_dim": 16,
         "indexer_kv_heads": 1,
     },
+    "phimoe": {"router_jitter_noise": 0.1},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "reformer": {"axial_pos_embds": False},
     "xlstm": {"qk_dim_factor": 1.0},
@@ -198,13 +199,16 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon, two norms": ("falcon", {"new_decoder_architecture": True, "bias": True}),
-    "falcon, one norm": (
-        "falcon",
-        {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
-    ),
+    "falcon, one norm": ("falcon", {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}),
     "falcon, in turn": ("falcon", {"parallel_attn": False, "multi_query": False, "num_kv_heads": 4, "bias": True}),
     "nemotron_h, latent experts": ("nemotron_h", {"moe_latent_size": 32}),
-}
+    "phimoe, stretched positions": ("phimoe", {
+        "attention_bias": True, "lm_head_bias": True, "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.5] * 8, "long_factor": [3.0] * 8,
+            "short_mscale": 1.2, "long_mscale": 1.2, "original_max_position_embeddings": CONTEXT,
+        },
+    }),
+}  # fmt: skip
 """Models of a type that has several forms: the type, and settings beside those that the tables above give."""
 FADING = ("A_log", "time_decay")
 """Logarithms of how fast a state fades: it does so over some twenty tokens."""

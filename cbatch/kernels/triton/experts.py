@@ -19,7 +19,7 @@ from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.kernels.triton.attention_tile import LAUNCH, launch_options, power_of_2
 from cbatch.kernels.triton.linear import FIXED_ROWS, Tile, multiply, operands
 
-_SCORES = ("softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen")
+_SCORES = ("softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen", "sparse_mixer")
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def _route_kernel(
     scores, choice_bias, expert_scales, weights, chosen, ranks, counts, EXPERTS: tl.constexpr, TILE: tl.constexpr,
     TOP_K: tl.constexpr, K_TILE: tl.constexpr, SCORES: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
     TWO_HIGHEST: tl.constexpr, NORMALIZES: tl.constexpr, EPSILON: tl.constexpr, LEAST_SUM: tl.constexpr,
-    FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALES: tl.constexpr,
+    FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALES: tl.constexpr, TOLERANCE: tl.constexpr,
 ):  # fmt: skip
     """One program per token. ranks [T, top_k]: how many pairs of the same expert were counted before."""
     token = tl.program_id(0).to(tl.int64)
@@ -80,7 +80,11 @@ def _route_kernel(
         # Of equals the first; a row of NaN chooses the last expert every time.
         best = tl.minimum(tl.min(tl.where(wanted == tl.max(wanted, 0), expert, TILE), 0), EXPERTS - 1)
         choice = tl.where(k == number, best, choice)
-        weight = tl.where(k == number, tl.sum(tl.where(expert == best, score, 0.0), 0), weight)
+        value = tl.sum(tl.where(expert == best, score, 0.0), 0)
+        if SCORES == 4:
+            is_near = (wanted > float("-inf")) & (value - wanted <= TOLERANCE * tl.maximum(tl.abs(wanted), value))
+            value = 1.0 / tl.sum(tl.where(is_near, tl.exp(wanted - value), 0.0), 0)
+        weight = tl.where(k == number, value, weight)
         wanted = tl.where(expert == best, float("-inf"), wanted)
     there = k < TOP_K
     if SCORES == 2:
@@ -130,7 +134,7 @@ def route(scores: Tensor, router: Any, given: tuple[Tensor | None, Tensor | None
         scores if expert_scales is None else expert_scales, weights, chosen, ranks, counts, experts,
         tile, top_k, power_of_2(top_k), _SCORES.index(router.scores), router.groups, router.top_groups,
         router.group_score == "two_highest", router.normalize, router.epsilon, router.least_sum, router.factor,
-        choice_bias is not None, expert_scales is not None, num_warps=1, **LAUNCH,
+        choice_bias is not None, expert_scales is not None, router.tolerance, num_warps=1, **LAUNCH,
     )  # fmt: skip
     pairs, block = tokens * top_k, 32
     _place_kernel[(-(-pairs // block),)](

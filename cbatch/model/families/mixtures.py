@@ -8,6 +8,30 @@ from cbatch.model.config import UnsupportedConfig
 from cbatch.model.families.builder import Builder, NormKind
 from cbatch.model.families.decoder import attention, decoder, family, mixture, sparse_by_type
 from cbatch.model.families.experts import biased_router, num_experts
+from cbatch.model.families.rotary import rope_settings
+
+
+@family("phimoe")
+def phimoe(model: Builder) -> None:
+    """LayerNorm, and two experts that are weighed one after the other."""
+    config, prefix = model.config, "block_sparse_moe."
+    norm = NormKind(config.get("rms_norm_eps", 1e-5), "layer", has_bias=True)
+    model.read(norm=norm, has_rotary=False)
+    rope = rope_settings(config, None, 1e6, "rope_theta", None)
+    if "long_mscale" in rope:
+        if rope["long_mscale"] != rope.get("short_mscale"):
+            raise UnsupportedConfig("its rotary embedding has another factor for long texts")
+        rope["attention_factor"] = rope["long_mscale"]
+    model.rotary = model.read_rotary(settings=rope)
+    config.expect("num_experts_per_tok", 2)
+    jitter = config.number("router_jitter_noise", 0.01)
+    router = {"name": prefix + "gate", "scores": "sparse_mixer", "tolerance": 2 * jitter}
+    feed = mixture(
+        num_experts(config), config.whole("intermediate_size"), router, prefix=prefix + "experts.",
+        names=("w1", "w3", "w2"),
+    )  # fmt: skip
+    attend = attention(bias=config.flag("attention_bias"), window=int(config.get("sliding_window") or 0))
+    decoder(model, attend, feed, bias=config.flag("lm_head_bias"))
 
 
 @family("mimo_v2_flash")

@@ -36,7 +36,7 @@ from cbatch.model.ops.operation import Operation, operation, reads, writes
 from cbatch.model.ops.products import linear
 from cbatch.model.weight import Activation, Matrix, Weight
 
-_SCORES = ("softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen")
+_SCORES = ("softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen", "sparse_mixer")
 _GROUP_SCORES = ("highest", "two_highest")
 
 
@@ -44,7 +44,9 @@ _GROUP_SCORES = ("highest", "two_highest")
 class Route(Operation):
     """Chooses `top_k` experts for each token by its scores source times matrix + biases, in float32.
 
-    scores:      function of the scores: over all experts, or softmax over those that were chosen
+    scores:      function of the scores: over all experts, or over those that were chosen; sparse_mixer (Liu et al.,
+                 https://arxiv.org/abs/2310.00811) is the softmax over those that are not chosen before
+    tolerance:   of sparse_mixer: others count if they are less than this share of their size below
     choice_bias: added to the scores for the choice only
     groups:      experts lie in so many groups, of which the `top_groups` with the highest score are used: the score
                  of a group is its highest, or the sum of its two highest
@@ -56,7 +58,7 @@ class Route(Operation):
     source: str = reads()
     matrix: Matrix
     top_k: int
-    scores: Literal["softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen"]
+    scores: Literal["softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen", "sparse_mixer"]
     choice_bias: Weight | None = None
     groups: int = 1
     top_groups: int = 1
@@ -66,6 +68,7 @@ class Route(Operation):
     least_sum: float = 0.0
     factor: float = 1.0
     expert_scales: Weight | None = None
+    tolerance: float = 0.0
     is_product = True
 
     @property
@@ -188,6 +191,8 @@ def route(scores: Tensor, router: Route, weights: tuple[Tensor | None, Tensor | 
     found = scores.gather(1, chosen)
     if router.scores.endswith("_of_chosen"):
         found = torch.softmax(found, 1) if router.scores.startswith("softmax") else torch.sigmoid(found)
+    if router.scores == "sparse_mixer":
+        found = _mixed(scores, chosen, router.tolerance)
     factors = torch.full_like(found, router.factor)
     if router.normalize:
         factors = factors / (found.sum(1, keepdim=True) + router.epsilon).clamp(min=router.least_sum)
@@ -198,6 +203,17 @@ def route(scores: Tensor, router: Route, weights: tuple[Tensor | None, Tensor | 
     places[order] = torch.arange(len(order), device=order.device)
     counts = torch.bincount(chosen.flatten(), minlength=num_experts)
     return DeviceRouting(found * factors, places.view_as(chosen).int(), order.int(), counts.int())
+
+
+def _mixed(scores: Tensor, chosen: Tensor, tolerance: float) -> Tensor:
+    """The softmax [T, top_k] of each chosen score over those that are left and not much lower."""
+    found = []
+    for expert in chosen.T:
+        most = scores.gather(1, expert[:, None])
+        is_near = (most - scores <= tolerance * torch.maximum(scores.abs(), most)) & scores.isfinite()
+        found.append(1 / ((scores - most).exp() * is_near).sum(1, keepdim=True))
+        scores = scores.scatter(1, expert[:, None], float("-inf"))
+    return torch.cat(found, dim=1)
 
 
 def _without_groups(wanted: Tensor, router: Route) -> Tensor:
@@ -249,7 +265,7 @@ def combine(rows: Tensor, routing: DeviceRouting, factor: float, out: Tensor, *,
 
 @instruction(
     "depth num_experts weight bias choice_bias expert_scales top_k scores groups top_groups group_score normalize",
-    "epsilon least_sum factor", source=BUFFER,
+    "epsilon least_sum factor tolerance", source=BUFFER,
 )  # fmt: skip
 def choose_experts(worker: Worker, phase: int, op: Any, step: Any) -> int:
     source, routing, vectors = elements_of(step, op.source), step.buffers.routing, step.weights.vectors

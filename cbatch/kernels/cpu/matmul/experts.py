@@ -25,7 +25,7 @@ from cbatch.kernels.cpu.matmul.linear import (
 from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, LANES, Rows
 from cbatch.kernels.cpu.work_queue import Worker, claimed
 
-SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN, SIGMOID_OF_CHOSEN = range(4)
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN, SIGMOID_OF_CHOSEN, SPARSE_MIXER = range(5)
 HIGHEST, TWO_HIGHEST = range(2)
 
 _TASKS_PER_THREAD = 8
@@ -89,6 +89,16 @@ def _largest(numbers: Any) -> int:
 
 
 @kernel
+def _mixed(scores: Any, chosen: int, tolerance: float) -> Any:
+    """The softmax of a score over those that are left and not much lower."""
+    most, total = scores[chosen], np.float32(0)
+    for score in scores:
+        if score > _MINUS_INFINITY and most - score <= tolerance * max(abs(score), most):
+            total += exp(score - most)
+    return np.float32(1) / total
+
+
+@kernel
 def _drop_groups(op: Any, wanted: Any) -> None:
     """Sets the wanted scores of all groups but the best ones to 0 [softmax] or minus infinity."""
     size = len(wanted) // op.groups
@@ -129,6 +139,8 @@ def choose(op: Any, vectors: Any, source: Any, scratch: Any, chosen: Any, weight
     for k in range(op.top_k):
         chosen[k] = _largest(wanted)
         weights[k] = scores[chosen[k]]
+        if op.scores == SPARSE_MIXER:
+            weights[k] = _mixed(wanted, chosen[k], op.tolerance)
         wanted[chosen[k]] = _MINUS_INFINITY
     if op.scores == SOFTMAX_OF_CHOSEN:
         _softmax(weights)
