@@ -89,9 +89,11 @@ class CpuModel(ProgramModel):
         self._thread_pool = shared_thread_pool(num_threads())
         self._element = element_of(dtype)
         calls = [operation for operation in program.operations if isinstance(operation, Attend)]
-        group = max(call.heads // call.shape.heads for call in calls)
-        key_dim, value_dim = (max(getattr(call.shape, f"{part}_dim") for call in calls) for part in ("key", "value"))
-        self._largest_heads = max(call.heads for call in calls), group, value_dim
+        group = max((call.heads // call.shape.heads for call in calls), default=1)
+        key_dim, value_dim = (
+            max((getattr(call.shape, f"{part}_dim") for call in calls), default=LANES) for part in ("key", "value")
+        )
+        self._largest_heads = max((call.heads for call in calls), default=1), group, value_dim
         threads = self._thread_pool.size
         self._buffers = kernels.Buffers(
             kernels.Arenas(np.empty(0, np.float32), np.empty(0, self._element)),

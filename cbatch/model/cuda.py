@@ -156,11 +156,12 @@ class CudaModel(ProgramModel):
 
         Raises ValueError if the cache is not laid out as the kernels write it.
         """
-        block = [kv_cache.block_size, self.layers[0].heads]
-        if self.ops.heads_first:
-            block.reverse()
-        if kv_cache.keys[0].shape[1:] != (*block, self.layers[0].key_dim):
-            raise ValueError("The cache's blocks are not laid out as the model writes them.")
+        for keys, layer in zip(kv_cache.keys[:1], self.layers, strict=False):
+            block = [kv_cache.block_size, layer.heads]
+            if self.ops.heads_first:
+                block.reverse()
+            if keys.shape[1:] != (*block, layer.key_dim):
+                raise ValueError("The cache's blocks are not laid out as the model writes them.")
         hidden = self.new_hidden_states(len(inputs.input_ids)) if out is None else out
         step = self._on_device.new_step(self.ops, inputs, metadata, kv_cache, attention, hidden)
         for call in self._on_device.calls:

@@ -66,11 +66,14 @@ def paged_kv_of(keys: Tensor, values: Tensor, element: np.dtype[Any]) -> PagedKV
 
 def paged_caches_of(kv_cache: KVCache, element: np.dtype[Any]) -> PagedCaches:
     """The caches of all layers; see `paged_kv_of`. Raises ValueError if they do not lie in one tensor."""
+    if not kv_cache.keys:
+        none, layout = np.empty(0, np.uint8), np.empty((0, 5), np.int64)
+        return PagedCaches(microkernel_address(element), none, none, element.itemsize, layout, kv_cache.block_size)
     if kv_cache.flat is None:
         raise ValueError("The layers' caches must lie in one tensor.")
     layers = [paged_kv_of(keys, values, element) for keys, values in zip(kv_cache.keys, kv_cache.values, strict=True)]
     starts = [[0, *accumulate(len(getattr(kv, part)) for kv in layers)] for part in ("keys", "values")]
-    layout = [(key, value, kv.heads, kv.key_dim, kv.value_dim) for key, value, kv in zip(*starts, layers, strict=False)]
+    rows = [(key, value, kv.heads, kv.key_dim, kv.value_dim) for key, value, kv in zip(*starts, layers, strict=False)]
     keys, values = (as_array(flat).view(np.uint8) for flat in kv_cache.flat)
     first = layers[0]
-    return PagedCaches(first.microkernel, keys, values, first.itemsize, np.array(layout, np.int64), first.block_size)
+    return PagedCaches(first.microkernel, keys, values, first.itemsize, np.array(rows, np.int64), first.block_size)

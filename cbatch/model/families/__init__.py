@@ -67,10 +67,7 @@ def _read(config: Mapping[str, Any]) -> Program:
         if odd:
             key, value = next(iter(odd.items()))
             raise UnsupportedConfig(f"its config.json says {key} = {value!r}, which its declaration does not know")
-    program = model.program()
-    if not program.caches:
-        raise UnsupportedConfig("it has no layer that attends")
-    return program
+    return model.program()
 
 
 def _class_defaults(kind: str) -> dict[str, Any]:

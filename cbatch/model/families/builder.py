@@ -141,7 +141,7 @@ class Builder:
         _check_sizes(_MOST_TOKENS, self.vocab_size)
         _check_sizes(_MOST_LAYERS, self.num_layers)
         self.numbers: Sequence[int] = range(self.num_layers)
-        self.max_model_len = int(config.first("max_position_embeddings", "n_positions"))
+        self.max_model_len = int(config.get("max_position_embeddings") or config.get("n_positions") or 0)
         self.is_tied, self.num_experts, self.extra_tokens = False, 0, 0
         self.replaced_ids: dict[int, int] = {}
         self.notes: list[str] = []

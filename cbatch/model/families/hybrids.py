@@ -30,6 +30,7 @@ from cbatch.model.families.mixers import (
     gated_convolution,
     gated_delta_net,
     mamba2,
+    number,
 )
 from cbatch.model.ops.all import Activation, Gate, Linear, Matrix, Norm, Normalize
 
@@ -306,6 +307,27 @@ def nemotron_h(model: Builder) -> None:
     if _EXPERTS in kinds:
         parts[_EXPERTS] = _nemotron_experts(model, prefix, bias=bias)
     decoder(model, by_kind(kinds, **parts), norms=("norm",), embed="embeddings", final="norm_f")
+
+
+@family("mamba2")
+def mamba2_alone(model: Builder) -> None:
+    """Nothing but Mamba 2, which knows no positions."""
+    config = model.config
+    model.norm, model.max_model_len = NormKind(config.get("layer_norm_epsilon", 1e-5)), 2**18
+    config.expect("hidden_act", "silu")
+    config.ignore("chunk_size", "time_step_rank", "time_step_min", "time_step_max", "time_step_floor",
+                  "residual_in_fp32", "rescale_prenorm_residual")  # fmt: skip
+    heads, head_dim = config.whole("num_heads", 128), config.whole("head_dim", 64)
+    low, high = map(number, config.get("time_step_limit") or (0.0, math.inf))
+    sizes = ScanSizes(
+        heads, head_dim, config.whole("n_groups", 8), config.whole("state_size", 128), config.whole("conv_kernel", 4),
+        (low, high),
+    )  # fmt: skip
+    if sizes.inner != int(config.number("expand", 2) * model.hidden_size):
+        raise UnsupportedConfig("the heads of its recurrent layers do not fit its size")
+    mix = mamba2(sizes, prefix="mixer.", bias=config.flag("use_bias"), conv_bias=config.flag("use_conv_bias", True))
+    model.layouts = ((("backbone.embeddings.", "backbone.embedding."),),)
+    decoder(model, mix, norms=("norm",), root="backbone.", embed="embeddings", final="norm_f")
 
 
 def _nemotron_experts(model: Builder, prefix: str, *, bias: bool) -> Part:

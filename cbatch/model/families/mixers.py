@@ -146,7 +146,7 @@ def expanded_mamba(model: Builder, **options: Any) -> Part:
     if model.kind == "falcon_h1":
         inner = int(config.get("mamba_d_ssm", 1024) or inner)
     head_dim = config.get("mamba_d_head", "auto")
-    low, high = map(_number, config.get("time_step_limit") or (0.0, math.inf))
+    low, high = map(number, config.get("time_step_limit") or (0.0, math.inf))
     sizes = ScanSizes(
         heads, inner // heads if head_dim == "auto" else int(head_dim), config.whole("mamba_n_groups", 1),
         config.whole("mamba_d_state", 256), config.whole("mamba_d_conv", 4), (low, high),
@@ -157,7 +157,7 @@ def expanded_mamba(model: Builder, **options: Any) -> Part:
     return mamba2(sizes, bias=bias, conv_bias=conv_bias, **options)
 
 
-def _number(value: Any) -> float:
+def number(value: Any) -> float:
     """Files that transformers saves name infinity, for which JSON has no number."""
     return float(value["__float__"] if isinstance(value, dict) else value)
 
