@@ -28,9 +28,11 @@ WITHOUT_CAUSAL_CLASS: dict[str, str] = {
     "granite4_vision_text": "Granite4VisionForConditionalGeneration",
     "granite_docling_text": "GraniteDoclingForConditionalGeneration",
     "hunyuan_vl_text": "HunYuanVLForConditionalGeneration",
+    "minimax_m3_vl_text": "MiniMaxM3SparseForConditionalGeneration",
     "mistral4": "Mistral4ForCausalLM",
     "mllama_text_model": "MllamaForCausalLM",
     "molmo2_text": "Molmo2ForConditionalGeneration",
+    "muse_glimmer_text": "MuseGlimmerForConditionalGeneration",
     "paddleocr_vl_text": "PaddleOCRVLForConditionalGeneration",
     "qwen2_5_omni_text": "Qwen2_5OmniThinkerForConditionalGeneration",
     "qwen2_5_vl_text": "Qwen2_5_VLForConditionalGeneration",
@@ -40,7 +42,8 @@ WITHOUT_CAUSAL_CLASS: dict[str, str] = {
     "qwen3_vl_text": "Qwen3VLForConditionalGeneration",
     "step3p5": "Step3p7ForConditionalGeneration",
 }
-"""Text models that AutoModelForCausalLM does not make, and the class of another kind that is run on text instead."""
+"""Text models that AutoModelForCausalLM does not make, or not as published files name their weights, and the class of
+another kind that is run on text instead."""
 LAYERS = 2
 WINDOW = 12
 CHUNK = 16
@@ -160,7 +163,10 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "mimo_v2_flash": {"head_dim": 24},
     "minimax": {"block_size": 8, "sliding_window": None},
-    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse"],
+    },
     "mistral4": {
         "head_dim": 24,
         "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "llama_4_scaling_beta": 0.5}
@@ -173,6 +179,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "rope_scaling_layers": [1],
         "additional_vocab_size": VOCABULARY,  # transformers saves both tables as one, cut in halves
     },
+    "muse_glimmer": {"image_token_id": 0, "video_token_id": 0},
     "nemotron_h": {"moe_latent_size": None},
     "paddleocr_vl_text": _mrope(5e5, 2, 3, 3),
     "qwen2_5_omni_text": _mrope(1e6, 2, 3, 3),
@@ -237,7 +244,7 @@ def make_architecture(model_type: str, gain: float = 1.5, **sizes: Any) -> Any:
     torch.manual_seed(0)
     config = tiny_config(model_type)
     for name, value in sizes.items():
-        setattr(config, name, value)
+        setattr(config.get_text_config(), name, value)
     name = WITHOUT_CAUSAL_CLASS.get(model_type)
     make = getattr(transformers, name)._from_config if name else AutoModelForCausalLM.from_config
     network = make(config).eval()

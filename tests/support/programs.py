@@ -33,12 +33,17 @@ CHUNKS = [0, 7, 30, 31, 32, 60]
 
 
 _OF_TEXT = re.compile(
-    r"(?:model\.)?(?:(?:language|text)_model\.)?(?:model\.)?((?:embed_tokens|layers|norm|transformer)\..*)"
+    r"(?:model\.)?(?:(?:language|text)_model\.)?(?:(lm_head\..*)|"
+    r"(?:model\.)?((?:embed_tokens|layers|norm|transformer)\..*))"
 )
 """Names of the weights of a text model in files of a model with pictures."""
 
 
-_WITHOUT_CHOICE = {kind: {"index_topk": CONTEXT} for kind in ("deepseek_v32", "glm_moe_dsa")}
+_WITHOUT_CHOICE = {
+    "deepseek_v32": {"index_topk": CONTEXT},
+    "glm_moe_dsa": {"index_topk": CONTEXT},
+    "minimax_m3_vl_text": {"index_topk_blocks": CONTEXT},
+}
 """Sizes with which an index chooses every token, as it has to on the fast path."""
 
 
@@ -68,8 +73,7 @@ def saved_model(kind: str) -> SavedModel:
     if kind in WITHOUT_CAUSAL_CLASS and "text_config" in config:
         config = config["text_config"] | {"tie_word_embeddings": config.get("tie_word_embeddings", False)}
         parts = ((_OF_TEXT.fullmatch(name), tensor) for name, tensor in tensors.items())
-        head = {name: tensor for name, tensor in tensors.items() if name.startswith("lm_head.")}
-        tensors = {f"model.{found[1]}": tensor for found, tensor in parts if found} | head
+        tensors = {found[1] or f"model.{found[2]}": tensor for found, tensor in parts if found}
     return SavedModel(network, config, tensors)
 
 

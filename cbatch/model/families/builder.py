@@ -122,6 +122,7 @@ class Builder:
 
     norm, sizes, rotary, activation: those of its layers, unless a part says otherwise; `read` sets them
     num_experts: of all layers that it has so far
+    other_norms: those that are of another kind, by the last part of their names
     extra_tokens: rows of the embedding beyond the vocabulary
     Raises UnsupportedConfig for sizes that no model can have.
     """
@@ -143,6 +144,7 @@ class Builder:
         self.numbers: Sequence[int] = range(self.num_layers)
         self.max_model_len = int(config.get("max_position_embeddings") or config.get("n_positions") or 0)
         self.is_tied, self.num_experts, self.extra_tokens = False, 0, 0
+        self.other_norms: dict[str, NormKind] = {}
         self.replaced_ids: dict[int, int] = {}
         self.notes: list[str] = []
         self.layouts: tuple[Layout, ...] = ()
@@ -250,7 +252,8 @@ class Builder:
         weight = Weight(f"{name}.weight", (self.vocab_size, self.hidden_size))
         biases = (Weight(f"{name}.bias", (self.vocab_size,)),) if bias else ()
         self._head = Matrix((self._embedding if self.is_tied else weight,), biases)
-        self.add(Head(self.norm(norm, self.hidden_size), self._head, factor, softcap or 0.0))
+        kind = self.other_norms.get(norm.rpartition(".")[2], self.norm)
+        self.add(Head(kind(norm, self.hidden_size), self._head, factor, softcap or 0.0))
 
     def new_cache(self, shape: LayerShape, window: int) -> int:
         self._caches.append(shape)
@@ -322,7 +325,8 @@ class Layer:
 
     def norm_of(self, name: str, size: int | None = None, kind: NormKind | None = None) -> Norm:
         """A norm of the model's kind, of as many numbers as the residual has by default."""
-        return (kind or self.model.norm)(self.prefix + name, size or self.model.hidden_size)
+        kind = kind or self.model.other_norms.get(name, self.model.norm)
+        return kind(self.prefix + name, size or self.model.hidden_size)
 
     def norm(self, name: str, *, target: str = "normed") -> str:
         """Norms the residual; returns the name of the result. An empty name: it is copied as it is."""

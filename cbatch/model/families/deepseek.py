@@ -121,7 +121,10 @@ def deepseek_v3(model: Builder) -> None:
     is_interleaved = config.flag("rope_interleave", True) or kind in _INDEXED
     attend = _latent_attention(model, part=1.0 if kind == "glm4_moe_lite" else None, is_interleaved=is_interleaved)
     if kind in _INDEXED:
-        _end_where_index_chooses(model)
+        config.ignore("index_head_dim", "index_n_heads", "index_topk_freq", "index_topk_pattern", "indexer_types",
+                      "index_skip_topk_offset", "index_share_for_mtp_iteration", "indexer_rope_interleave",
+                      "layer_types", "moe_router_dtype", "mlp_bias")  # fmt: skip
+        end_where_index_chooses(model, config.whole("index_topk", 2048))
     size, shared = config.whole("moe_intermediate_size"), config.whole("n_shared_experts")
     config.expect("topk_method", "noaux_tc", "greedy", None)
     config.ignore("num_mtp_layers", "num_nextn_predict_layers", "scoring_func", "ep_size", "intermediate_size")
@@ -134,17 +137,16 @@ def deepseek_v3(model: Builder) -> None:
     decoder(model, attend, feed)
 
 
-def _end_where_index_chooses(model: Builder) -> None:
-    config, most = model.config, model.config.whole("index_topk", 2048)
-    config.ignore("index_head_dim", "index_n_heads", "index_topk_freq", "index_topk_pattern", "index_skip_topk_offset",
-                  "index_share_for_mtp_iteration", "indexer_types", "indexer_rope_interleave", "layer_types",
-                  "moe_router_dtype", "mlp_bias")  # fmt: skip
+def end_where_index_chooses(
+    model: Builder, most: int, *, others: str = "--attention reference runs longer ones."
+) -> None:
+    """Ends contexts after the `most` tokens of which an index chooses all. others: how texts of more tokens are run"""
     model.spare.append(r".*\.self_attn\.indexer\..*")
     if most < model.max_model_len:
         model.max_model_len = most
         model.notes.append(
             f"A text has {most} tokens at most, because in longer ones an index chooses what this model attends to. "
-            "With --attention reference, transformers computes that."
+            f"{others}".strip()
         )
 
 

@@ -258,17 +258,20 @@ def afmoe(model: Builder) -> None:
         sparse=[i >= dense for i in model.numbers], after="post_mlp_layernorm",
     )  # fmt: skip
 
-    def gate(layer: Layer, source: str) -> Gate:
-        columns = model.sizes.columns[0]
-        model.add(Linear(source, "gate", layer.matrix("self_attn.gate_proj", columns, hidden)))
-        return Gate("gate", "attended")
-
     attend = attention(
         bias=config.flag("attention_bias"), rotary=[model.rotary if window else None for window in windows],
-        window=windows, gate=gate, norms=head_norms(), after="post_attention_layernorm",
+        window=windows, gate=output_gate, norms=head_norms(), after="post_attention_layernorm",
     )  # fmt: skip
     scale = hidden**0.5 if config.flag("mup_enabled") else 1.0
     decoder(model, attend, feed, scale=scale, norms=("input_layernorm", "pre_mlp_layernorm"))
+
+
+def output_gate(layer: Layer, source: str) -> Gate:
+    """A gate for each number that attention gives."""
+    model = layer.model
+    matrix = layer.matrix("self_attn.gate_proj", model.sizes.columns[0], model.hidden_size)
+    model.add(Linear(source, "gate", matrix))
+    return Gate("gate", "attended")
 
 
 def _sigmoid_experts(model: Builder, factor: float, shared: int, **options: Any) -> Part:

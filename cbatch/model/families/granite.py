@@ -27,7 +27,21 @@ def _experts(model: Builder, factor: float, names: Sequence[str], router: str, s
 _STORED = [f"{name}.weight" for name in _NAMES], "router.layer"
 
 
-@family("granite", "granite4_vision_text", "granite_swa", "granitemoe", "granitemoeshared", "granitemoe_swa")
+_MULTIPLIERS = {
+    "granite_docling_text": {
+        "embedding_multiplier": 12.0, "logits_scaling": 4.0, "residual_multiplier": 0.263,
+        "attention_multiplier": 0.015625,
+    }
+}  # fmt: skip
+"""Those of files that do not say them, where they are not 1."""
+
+
+def _multiplier(model: Builder, key: str) -> float:
+    return model.config.number(key, _MULTIPLIERS.get(model.kind, {}).get(key, 1.0))
+
+
+@family("granite", "granite4_vision_text", "granite_docling_text", "granite_swa", "granitemoe", "granitemoeshared",
+        "granitemoe_swa")  # fmt: skip
 def granite(model: Builder) -> None:
     """Those with windows have sinks, and bases of their own in each layer. Those with experts may have shared ones."""
     config, kind = model.config, model.kind
@@ -40,11 +54,11 @@ def granite(model: Builder) -> None:
     else:
         rotary = [model.read_rotary(base=theta) if theta else None for theta in thetas]
     kinds, window = every(4, model.num_layers, at=0), config.whole("sliding_window", 128) if has_windows else 0
-    factor = config.number("residual_multiplier", 1.0)
+    factor = _multiplier(model, "residual_multiplier")
     attend = attention(
         bias=config.flag("attention_bias"), rotary=rotary, factor=factor, has_sinks=has_windows,
         window=model.windows(kinds, window=window) if has_windows else 0,
-        scale=config.number("attention_multiplier", 1.0),
+        scale=_multiplier(model, "attention_multiplier"),
     )  # fmt: skip
     size = config.whole("shared_intermediate_size", 0) if kind in ("granitemoeshared", "granitemoe_swa") else 0
     if has_experts:
@@ -52,12 +66,11 @@ def granite(model: Builder) -> None:
         feed = _experts(model, factor, *names, feed_forward(size=size, factor=factor, **_SHARED) if size else None)
     else:
         feed = feed_forward(bias=config.flag("mlp_bias"), factor=factor)
-    _decoder(model, attend, feed, tied_by_default=kind == "granite_swa")
+    _decoder(model, attend, feed, tied_by_default=kind in ("granite_swa", "granite_docling_text"))
 
 
 def _decoder(model: Builder, *parts: Part, **options: Any) -> None:
-    config = model.config
-    scale, logits = config.number("embedding_multiplier", 1.0), 1 / config.number("logits_scaling", 1.0)
+    scale, logits = _multiplier(model, "embedding_multiplier"), 1 / _multiplier(model, "logits_scaling")
     decoder(model, *parts, scale=scale, factor=logits, **options)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cbatch.model.families.builder import Builder, HeadSizes, Layer, rows_of
+from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind, rows_of
 from cbatch.model.families.decoder import (
     attention,
     decoder,
@@ -15,8 +15,10 @@ from cbatch.model.families.decoder import (
     row_norms,
     sparse_by_type,
 )
+from cbatch.model.families.deepseek import end_where_index_chooses
+from cbatch.model.families.experts import num_experts, output_gate
 from cbatch.model.families.rotary import rope_settings
-from cbatch.model.ops.all import Linear, Matrix
+from cbatch.model.ops.all import RESIDUAL, Activation, Linear, Matrix, Norm, Normalize
 
 
 @family("mllama_text_model")
@@ -84,3 +86,60 @@ def molmo2(model: Builder) -> None:
     norms = row_norms if is_by_row else head_norms()
     attend = attention(qkv=qkv, out="attn_out", norms=norms, rotary=rotary, after=after[0])
     decoder(model, attend, feed, norms=("", "") if all(after) else ("attn_norm", "ff_norm"))
+
+
+@family("muse_glimmer_text")
+def muse_glimmer(model: Builder) -> None:
+    """Norms of the embedding, of queries and of keys have no weights. Every fourth layer has no positions."""
+    config, layers = model.config, model.num_layers
+    eps, after = config.get("rms_norm_eps", 1e-5), ("post_attention_layernorm", "post_feedforward_layernorm")
+    kv_heads = config.whole("num_key_value_heads", 2)
+    model.read(norm=NormKind(eps, offset=1.0), key="hidden_activation", kv_heads=kv_heads, head_dim=128)
+    added = NormKind(config.get("post_norm_eps", 1e-8), offset=1.0)
+    model.other_norms = dict.fromkeys(after, added) | {"norm": NormKind(eps)}
+    pictures = (config.get(f"{part}_token_id") for part in ("image", "video"))
+    model.replaced_ids = {int(one): 0 for one in pictures if one is not None}
+    is_full = [(layers - 1 - number) % 4 == 0 for number in model.numbers]
+    windows = model.windows(
+        ["full_attention" if full else "sliding_attention" for full in is_full],
+        window=config.whole("sliding_window", 2048),
+    )
+    has_rope = config.get("layer_rope_theta") or [not full for full in is_full]  # the base is that of all layers
+    attend = attention(
+        bias=config.flag("attention_bias"), rotary=[model.rotary if one else None for one in has_rope], window=windows,
+        scale=model.sizes.head_dim**-0.5 * config.number("qk_scale_factor", 3.87), gate=output_gate, after=after[0],
+        norms=head_norms(kind=NormKind(eps, has_weight=False)),
+    )  # fmt: skip
+    decoder(
+        model, attend, feed_forward(after=after[1]), norms=("input_layernorm", "pre_feedforward_layernorm"),
+        before=lambda: model.add(Normalize(RESIDUAL, RESIDUAL, Norm("rms", eps))),
+        factor=config.number("output_multiplier", 0.19611613513818404),
+        softcap=config.get("final_logit_softcapping", 20.0),
+    )  # fmt: skip
+
+
+@family("minimax_m3_vl_text")
+def minimax_m3(model: Builder) -> None:
+    """MiniMax M2 with a shared expert and GPT-OSS' activation. An index chooses blocks of tokens in long texts."""
+    config, prefix = model.config, "block_sparse_moe."
+    index = config.get("sparse_attention_config") or {}
+    norm, kv_heads = NormKind(config.get("rms_norm_eps", 1e-6), offset=1.0), config.whole("num_key_value_heads", 4)
+    model.read(norm=norm, key="", theta=5e6, part=1.0, kv_heads=kv_heads, head_dim=128)
+    limit, slope = config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702)
+    model.activation = Activation("silu", limit=limit, slope=slope, up_offset=1.0)
+    config.ignore("hidden_act", "rotary_dim", "index_head_dim", "index_n_heads", "index_local_blocks", "layer_types")
+    size = int(index.get("sparse_block_size", config.get("index_block_size", 128)))
+    blocks = int(index.get("sparse_topk_blocks", config.get("index_topk_blocks", 16)))
+    end_where_index_chooses(model, size * blocks, others="")
+    model.spare += [r".*\.self_attn\.index_[qk]_(proj|norm)\.weight", r"mtp\..*"]
+    router = {"name": prefix + "gate", "scores": "sigmoid", "choice_bias": prefix + "e_score_correction_bias",
+              "normalize": True, "factor": config.number("routed_scaling_factor", 2.0)}  # fmt: skip
+    kinds = config.get("mlp_layer_types")
+    sparse = sparse_by_type(kinds) if kinds else config.get("moe_layer_freq") or [True] * model.num_layers
+    feed = mixture(
+        num_experts(config), config.whole("intermediate_size"), router, prefix=prefix + "experts.",
+        names=("w1", "w3", "w2"), shared=config.whole("shared_intermediate_size", 3072),
+        shared_prefix=prefix + "shared_experts.", sparse=[bool(one) for one in sparse],
+        dense=feed_forward(size=config.get("dense_intermediate_size", 12288)),
+    )  # fmt: skip
+    decoder(model, attention(norms=head_norms()), feed)
