@@ -104,6 +104,15 @@ def test_other_names_for_a_class(name: str, kind: str) -> None:
     assert error_of(logits_in_chunks(model, CpuAttention()), expected_logits(kind)) < 2e-4
 
 
+def test_older_files_of_olmo_scale_full_attention_only() -> None:
+    """Guards OLMo 3 as it is published: one scaling for all layers, of which windows take nothing."""
+    config = saved_model("olmo3, stretched full attention").config
+    older = {key: value for key, value in config.items() if key != "rope_parameters"}
+    older |= {"rope_theta": 5e5, "rope_scaling": config["rope_parameters"]["full_attention"]}
+    assert read_program(older).rotaries == read_program(config).rotaries
+    assert len(set(read_program(older).rotaries)) == 2
+
+
 @pytest.mark.parametrize("name", sampled(FAULTS, 12))
 def test_wrong_operations_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the comparison with transformers: each of these mistakes in a program changes its logits."""

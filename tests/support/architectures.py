@@ -127,6 +127,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "dots3_note_vision_encoder": {"mlp_layer_types": ["dense"] * 2, "per_layer_config": {}},
     "ernie4_5_vl_moe_text": _mrope(5e5, 3, 3, 2) | {"moe_intermediate_size": [64, 32]},
     "falcon_h1": {"attention_out_multiplier": 4.0, "ssm_out_multiplier": 0.5},
+    "flint": {"mlp_only_layers": [0]},
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -158,6 +159,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         }
     },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "laguna": {"num_attention_heads_per_layer": [4, 8]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "mamba2": {"num_heads": 8},
@@ -204,11 +206,22 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32, "hybrid_layer_ids": [1]},
     "zaya": {"num_experts_per_tok": 1},
 }
+_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 20, "attention_factor": 1.3,
+         "beta_fast": 32.0, "beta_slow": 1.0}  # fmt: skip
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "cohere2_moe, dense layers and shared experts": ("cohere2_moe", {
+        "mlp_layer_types": ["dense", "sparse"], "layer_types": ["full_attention", "sliding_attention"],
+        "num_shared_experts": 1, "expert_selection_fn": "sigmoid", "rms_norm_eps": 1e-6,
+    }),
     "falcon, two norms": ("falcon", {"new_decoder_architecture": True, "bias": True}),
     "falcon, one norm": ("falcon", {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}),
     "falcon, in turn": ("falcon", {"parallel_attn": False, "multi_query": False, "num_kv_heads": 4, "bias": True}),
+    "laguna, gates of numbers": ("laguna", {"gating": "per-element", "attention_bias": True}),
     "nemotron_h, latent experts": ("nemotron_h", {"moe_latent_size": 32}),
+    "olmo3, stretched full attention": ("olmo3", {"rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+        "full_attention": {"rope_theta": 5e5, **_YARN},
+    }}),
     "phimoe, stretched positions": ("phimoe", {
         "attention_bias": True, "lm_head_bias": True, "rope_parameters": {
             "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.5] * 8, "long_factor": [3.0] * 8,

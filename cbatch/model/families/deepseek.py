@@ -26,7 +26,7 @@ def _latent_attention(
     width, each, bias = plain + rotated, plain + value_dim, config.flag("attention_bias")
     config.ignore("head_dim", "num_key_value_heads", "qk_head_dim")
     rope, scale = rope_settings(config, None, 1e4, "rope_theta", None), width**-0.5
-    turn = read_rotary(config, rotated, part=part)
+    turn = read_rotary(config, rotated, part=part, aliases={"deepseek_yarn": "yarn"})
     if model.kind == "mistral4":  # whose share is that of a whole head; queries grow with the position
         turn = read_rotary(config, rotated, settings=rope | {"partial_rotary_factor": 1.0})
         floor = float(rope["original_max_position_embeddings"])
@@ -125,7 +125,7 @@ def deepseek_v3(model: Builder) -> None:
                       "index_skip_topk_offset", "index_share_for_mtp_iteration", "indexer_rope_interleave",
                       "layer_types", "moe_router_dtype", "mlp_bias")  # fmt: skip
         end_where_index_chooses(model, config.whole("index_topk", 2048))
-    size, shared = config.whole("moe_intermediate_size"), config.whole("n_shared_experts")
+    size, shared = config.whole("moe_intermediate_size"), int(config.first("n_shared_experts", "num_shared_experts"))
     config.expect("topk_method", "noaux_tc", "greedy", None)
     config.ignore("num_mtp_layers", "num_nextn_predict_layers", "scoring_func", "ep_size", "intermediate_size")
     model.spare.append(rf"model\.layers\.{model.num_layers}\..*")

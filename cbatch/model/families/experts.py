@@ -20,7 +20,7 @@ from cbatch.model.families.decoder import (
 )
 from cbatch.model.families.gemma import WITH_PICTURES
 from cbatch.model.families.llama import hunyuan_attention
-from cbatch.model.ops.all import Activation, Gate, HeadNorms, Linear, Rotary
+from cbatch.model.ops.all import Activation, Gate, HeadNorms, Linear, Matrix, Rotary
 
 _CHOICE_BIAS = "e_score_correction_bias"
 
@@ -176,13 +176,19 @@ def ernie_moe(model: Builder) -> None:
     decoder(model, attention(bias=bias), feed, tied_by_default=True)
 
 
-@family("glm4_moe", "glm4v_moe_text", "dots1", "exaone_moe", "solar_open")
+@family("glm4_moe", "glm4v_moe_text", "dots1", "exaone_moe", "solar_open", "sarvam_moe")
 def biased_moe(model: Builder) -> None:
-    """Llama's attention, and DeepSeek V3's experts after a few dense layers. EXAONE rotates only in its windows."""
-    config, kind, is_exaone = model.config, model.kind, model.kind == "exaone_moe"
-    model.read(part={"glm4_moe": 0.5, "glm4v_moe_text": 0.5, "solar_open": 1.0}.get(kind))
-    bias = config.flag("attention_bias", kind == "glm4v_moe_text") and not is_exaone
-    has_norms = kind in ("dots1", "exaone_moe") or (kind == "glm4_moe" and config.flag("use_qk_norm"))
+    """Llama's attention, and DeepSeek V3's experts after a few dense layers. EXAONE rotates only in its windows.
+
+    Sarvam has one linear for queries, keys and values.
+    """
+    config, kind, is_exaone, is_sarvam = model.config, model.kind, *(model.kind == one for one in _OTHERS)
+    parts = {"glm4_moe": 0.5, "glm4v_moe_text": 0.5, "solar_open": 1.0, "sarvam_moe": 1.0}
+    model.read(part=parts.get(kind), theta=8e6 if is_sarvam else 1e4)
+    bias = config.flag("attention_bias", config.flag("use_qkv_bias", kind == "glm4v_moe_text")) and not is_exaone
+    has_norms = kind in ("dots1", "exaone_moe") or (
+        kind in ("glm4_moe", "sarvam_moe") and config.flag("use_qk_norm", is_sarvam)
+    )
     windows, size = _biased_windows(model), config.whole("moe_intermediate_size")
     shared = int(config.first("n_shared_experts", "num_shared_experts"))
     dense = 0 if kind == "solar_open" else config.whole("first_k_dense_replace", 0 if kind == "dots1" else 1)
@@ -191,15 +197,26 @@ def biased_moe(model: Builder) -> None:
                   "intermediate_size")  # fmt: skip
     model.spare += [rf"model\.layers\.{model.num_layers}\..*", r"mtp\..*"]
     attend = attention(
-        qkv_bias=bias, out_bias=bias and kind == "dots1", window=windows, norms=head_norms() if has_norms else None,
+        prefix="attention." if is_sarvam else "self_attn.", out="dense" if is_sarvam else "o_proj",
+        qkv=(lambda layer, sizes: _sarvam_qkv(layer, sizes, bias=bias)) if is_sarvam else None,
+        qkv_bias=bias, out_bias=bias and kind == "dots1", window=windows,
+        norms=head_norms(*(_SARVAM_NORMS if is_sarvam else ())) if has_norms else None,
         rotary=[model.rotary if not is_exaone or window or not any(windows) else None for window in windows],
     )  # fmt: skip
+    choice_bias = "mlp.gate.expert_bias" if is_sarvam else ("mlp." if is_exaone else "mlp.gate.") + _CHOICE_BIAS
     feed = mixture(
-        num_experts(config, "n_routed_experts"), size,
-        biased_router(config, ("mlp." if is_exaone else "mlp.gate.") + _CHOICE_BIAS), shared=shared * size,
+        num_experts(config, "n_routed_experts"), size, biased_router(config, choice_bias), shared=shared * size,
         sparse=sparse_by_type(kinds) if kinds else [i >= dense for i in model.numbers],
     )  # fmt: skip
-    decoder(model, attend, feed)
+    decoder(model, attend, feed, embed="word_embeddings" if is_sarvam else "embed_tokens")
+
+
+_OTHERS = "exaone_moe", "sarvam_moe"
+_SARVAM_NORMS = "attention.query_layernorm", "attention.key_layernorm"
+
+
+def _sarvam_qkv(layer: Layer, sizes: HeadSizes, *, bias: bool) -> Matrix:
+    return layer.matrix("attention.query_key_value", sum(sizes.columns), layer.model.hidden_size, bias=bias)
 
 
 def _biased_windows(model: Builder) -> list[int]:

@@ -186,10 +186,13 @@ def olmo2(model: Builder) -> None:
     config, kind = model.config, model.kind
     model.read(eps=1e-5, has_rotary=False)
     windows = [0] * model.num_layers if kind == "olmo2" else _optional_windows(model)
-    if kind == "olmo3":
-        config.expect("rope_scaling", None)
+    if kind == "olmo3":  # older files scale full attention only
+        plain = {"rope_theta": config.get("rope_theta") or 5e5} if config.get("rope_scaling") else None
         types = ["sliding_attention" if window else "full_attention" for window in windows]
-        rotaries = [model.read_rotary(layer_type=name, theta=5e5) for name in types]
+        rotaries = [
+            model.read_rotary(layer_type=name, theta=5e5, settings=plain if name == "sliding_attention" else None)
+            for name in types
+        ]
     else:
         rotaries = [model.read_rotary()] * model.num_layers
     is_rotated = [kind != "exaone4" or bool(window) or not any(windows) for window in windows]

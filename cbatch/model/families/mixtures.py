@@ -5,10 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cbatch.model.config import UnsupportedConfig
-from cbatch.model.families.builder import Builder, NormKind
-from cbatch.model.families.decoder import attention, decoder, family, mixture, sparse_by_type
+from cbatch.model.families.builder import Builder, Layer, NormKind
+from cbatch.model.families.decoder import (
+    attention,
+    decoder,
+    every,
+    family,
+    feed_forward,
+    head_norms,
+    mixture,
+    sparse_by_type,
+)
 from cbatch.model.families.experts import biased_router, num_experts
 from cbatch.model.families.rotary import rope_settings
+from cbatch.model.ops.all import Gate, Linear
 
 
 @family("phimoe")
@@ -77,3 +87,99 @@ def mimo_v2_flash(model: Builder) -> None:
         sparse=sparse_by_type(sparse) if sparse else [bool(one) for one in frequency or [0] + [1] * (layers - 1)],
     )  # fmt: skip
     decoder(model, attend, feed)
+
+
+@family("laguna", "kolibri1", "flint")
+def windowed_moe(model: Builder) -> None:
+    """Windows rotate, and full attention only in Laguna. That has a gate for each head or number, Flint has sinks."""
+    config, layers, is_laguna, is_flint = model.config, model.num_layers, model.kind == "laguna", model.kind == "flint"
+    model.read(eps=1e-6, has_rotary=False, head_dim=128)
+    kinds = every(5, layers)
+    if model.kind != "kolibri1":
+        full = [is_laguna or i < 2 or i % 4 == 1 or i == layers - 1 for i in model.numbers]
+        kinds = ["full_attention" if one else "sliding_attention" for one in full]
+    size = config.get("sliding_window", 512 if is_laguna else 513)
+    kinds, windows = model.layer_types(kinds), model.windows(kinds, window=int(size or 0))
+    if is_laguna:
+        part, bases = None if config.get("rope_parameters") else 0.5, {"full_attention": 5e5}
+        rotary: list[int | None] = [
+            model.read_rotary(layer_type=kind, theta=bases.get(kind, 1e4), part=(part or 1.0) if kind in bases else 1.0)
+            for kind in kinds
+        ]
+        config.expect("moe_apply_router_weight_on_input", False)
+        config.expect("moe_router_logit_softcapping", 0.0)
+    else:
+        model.rotary = model.read_rotary()
+        rotary = [model.rotary if window or (size is None and not is_flint) else None for window in windows]
+    heads = config.get("num_attention_heads_per_layer") if is_laguna else None
+    sizes = [replace(model.sizes, heads=int(count)) for count in heads or [model.sizes.heads] * layers]
+    if any(one.heads % one.kv_heads for one in sizes):
+        raise UnsupportedConfig("the heads of a layer cannot share its KV heads")
+    by_head = is_laguna and config.expect("gating", True, "per-head", "per-element") in (True, "per-head")
+
+    def gate(layer: Layer, source: str) -> Gate:
+        own = sizes[layer.number]
+        matrix = layer.matrix("self_attn.g_proj", own.heads if by_head else own.columns[0], model.hidden_size)
+        model.add(Linear(source, "gate", matrix))
+        return Gate("gate", "attended", width=own.head_dim if by_head else 1, function="softplus")
+
+    attend = attention(
+        sizes=sizes, bias=model.kind != "kolibri1" and config.flag("attention_bias"), rotary=rotary, window=windows,
+        norms=head_norms(), has_sinks=is_flint, sinks="softmax_offset", gate=gate if is_laguna else None,
+        after="post_attn_norm" if model.kind == "kolibri1" else "",
+    )  # fmt: skip
+    routers = {
+        "laguna": {"scores": "sigmoid", "choice_bias": "mlp.experts.e_score_correction_bias"},
+        "kolibri1": {"scores": "sigmoid_of_chosen", "choice_bias": "moe.router.expert_bias"},
+        "flint": {"scores": "sigmoid"},
+    }
+    normalize = is_laguna or config.flag("norm_topk_prob", is_flint)
+    factor = config.number("moe_routed_scaling_factor", 1.0) if is_laguna else 1.0
+    sparse = [True] * layers
+    if is_laguna:
+        sparse = sparse_by_type(config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1))
+    elif is_flint:
+        dense, period = config.get("mlp_only_layers"), config.whole("decoder_sparse_step", 1)
+        sparse = [i not in ([0, 1] if dense is None else dense) and (i + 1) % period == 0 for i in model.numbers]
+    feed = mixture(
+        num_experts(config), config.whole("moe_intermediate_size", 512),
+        {"normalize": normalize, "factor": factor, **routers[model.kind]},
+        shared=config.whole("shared_expert_intermediate_size", 1024 if is_flint else 512),
+        shared_prefix="mlp.shared_experts." if model.kind == "kolibri1" else "mlp.shared_expert.", sparse=sparse,
+        after="post_ffn_norm" if model.kind == "kolibri1" else "",
+    )  # fmt: skip
+    decoder(model, attend, feed)
+
+
+@family("cohere2_moe")
+def cohere2_moe(model: Builder) -> None:
+    """Cohere 2 with experts, and maybe with RMSNorm. Dense layers may rotate in full attention, too."""
+    config = model.config
+    eps, dense = config.get("rms_norm_eps"), config.whole("first_k_dense_replace", 0)
+    norm = NormKind(config.get("layer_norm_eps", 1e-5), "layer") if eps is None else NormKind(eps)
+    model.read(norm=norm, is_interleaved=True, head_dim=128)
+    periods = config.whole("prefix_dense_sliding_window_pattern", 1), config.whole("sliding_window_pattern", 4)
+    windows = model.windows(every(periods[0], dense) + every(periods[1], model.num_layers - dense))
+    kinds = config.get("mlp_layer_types") or ["dense"] * dense + ["sparse"] * (model.num_layers - dense)
+    sparse, shared = sparse_by_type(kinds), config.whole("num_shared_experts", 0)
+    is_rotated = [bool(window) or (periods[0] == 1 and not one) for window, one in zip(windows, sparse, strict=True)]
+    is_softmax = config.expect("expert_selection_fn", "softmax", "sigmoid") == "softmax"
+    mean = shared > 0 and config.expect("shared_expert_combination_strategy", "average", "sum") == "average"
+    router = {
+        "scores": "softmax_of_chosen" if is_softmax else "sigmoid_of_chosen", "factor": 0.5 if mean else 1.0,
+        "normalize": not is_softmax and config.flag("norm_topk_prob", True),
+    }  # fmt: skip
+    size, dense_size = config.whole("intermediate_size"), config.get("prefix_dense_intermediate_size")
+    beside = feed_forward(size=size * shared, prefix="mlp.shared_experts.", factor=0.5 if mean else 1.0)
+    feed = mixture(
+        num_experts(config), size, router, beside=beside if shared else None, sparse=sparse,
+        dense=feed_forward(size=dense_size),
+    )  # fmt: skip
+    attend = attention(
+        bias=config.flag("attention_bias"), window=windows,
+        rotary=[model.rotary if one else None for one in is_rotated],
+    )  # fmt: skip
+    decoder(
+        model, attend, feed, norms=("input_layernorm", None), tied_by_default=True,
+        factor=config.number("logit_scale", 0.0625),
+    )  # fmt: skip
