@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from cbatch.model.families import declared_kinds
 from cbatch.model.hf.attention_calls import AttentionCalls
 from tests.support.architectures import CLASSES, NOT_BUILT_HERE
 from tests.support.model_checks import (
@@ -53,6 +54,11 @@ def test_the_table_names_every_architecture_once() -> None:
     assert sorted(name for name, _ in said) == sorted(CLASSES)
     for word in (EQUAL, REFUSED, NOT_BUILT):
         assert f"{sum(what.startswith(word) for _, what in said)} {word}" in TABLE, word
+
+
+def test_the_page_names_every_declared_type() -> None:
+    """Guards types with a fast path that no table has, such as those of text models inside others."""
+    assert {kind for kind in declared_kinds() if f"`{kind}`" not in TABLE} == set()
 
 
 def share_caches(patch: pytest.MonkeyPatch) -> None:

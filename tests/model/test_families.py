@@ -94,7 +94,9 @@ def test_equals_generate(kind: str) -> None:
     assert model.num_parameters <= sum(parameter.numel() for parameter in network.parameters()) + 64
 
 
-@pytest.mark.parametrize(("name", "kind"), [("kimi_k2", "deepseek_v3"), ("mimo", "qwen2")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("kimi_k2", "deepseek_v3"), ("mimo", "qwen2"), ("exaone4_5_text", "exaone4")]
+)
 def test_other_names_for_a_class(name: str, kind: str) -> None:
     """Guards types of which transformers has no class: the logits of the one that theirs equals."""
     saved, draft = saved_model(kind), {"model.mtp_layers.0.input_proj.weight": torch.zeros(64, 128)}

@@ -177,13 +177,13 @@ def olmo(model: Builder) -> None:
     decoder(model, attend, feed_forward())
 
 
-@family("olmo2", "olmo3", "exaone4")
+@family("olmo2", "olmo3", "exaone4", "exaone4_5_text")
 def olmo2(model: Builder) -> None:
     """OLMo norms all queries together, EXAONE each by itself; OLMo 3 and EXAONE have windows.
 
     EXAONE rotates only in its windows, if it has any.
     """
-    config, kind = model.config, model.kind
+    config, kind, is_exaone = model.config, model.kind, model.kind.startswith("exaone")
     model.read(eps=1e-5, has_rotary=False)
     windows = [0] * model.num_layers if kind == "olmo2" else _optional_windows(model)
     if kind == "olmo3":  # older files scale full attention only
@@ -195,9 +195,10 @@ def olmo2(model: Builder) -> None:
         ]
     else:
         rotaries = [model.read_rotary()] * model.num_layers
-    is_rotated = [kind != "exaone4" or bool(window) or not any(windows) for window in windows]
+    is_rotated = [not is_exaone or bool(window) or not any(windows) for window in windows]
+    model.spare.append(r"mtp\..*")
     attend = attention(
-        bias=config.flag("attention_bias"), window=windows, norms=head_norms() if kind == "exaone4" else row_norms,
+        bias=config.flag("attention_bias"), window=windows, norms=head_norms() if is_exaone else row_norms,
         rotary=[one if rotated else None for one, rotated in zip(rotaries, is_rotated, strict=True)],
         after="post_attention_layernorm",
     )  # fmt: skip
