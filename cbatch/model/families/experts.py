@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from cbatch.model.config import ConfigReader, UnsupportedConfig
@@ -39,10 +40,10 @@ def biased_router(config: ConfigReader, choice_bias: str = f"mlp.gate.{_CHOICE_B
     }
 
 
-def sparse_layers(config: ConfigReader, layers: int) -> list[bool]:
-    """Which layers have experts, as Qwen says it."""
-    period, dense = config.whole("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-    return [layer not in dense and (layer + 1) % period == 0 for layer in range(layers)]
+def sparse_layers(config: ConfigReader, layers: int, dense: Sequence[int] = ()) -> list[bool]:
+    """Which layers have experts, as Qwen says it. dense: those that have none, of files that do not say it"""
+    period, given = config.whole("decoder_sparse_step", 1), config.get("mlp_only_layers")
+    return [layer not in (dense if given is None else given) and (layer + 1) % period == 0 for layer in range(layers)]
 
 
 def num_experts(config: ConfigReader, *keys: str) -> int:

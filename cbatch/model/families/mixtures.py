@@ -16,7 +16,7 @@ from cbatch.model.families.decoder import (
     mixture,
     sparse_by_type,
 )
-from cbatch.model.families.experts import biased_router, num_experts
+from cbatch.model.families.experts import biased_router, num_experts, sparse_layers
 from cbatch.model.families.rotary import rope_settings
 from cbatch.model.ops.all import Gate, Linear
 
@@ -92,25 +92,23 @@ def mimo_v2_flash(model: Builder) -> None:
 @family("laguna", "kolibri1", "flint")
 def windowed_moe(model: Builder) -> None:
     """Windows rotate, and full attention only in Laguna. That has a gate for each head or number, Flint has sinks."""
-    config, layers, is_laguna, is_flint = model.config, model.num_layers, model.kind == "laguna", model.kind == "flint"
+    config, layers, kind = model.config, model.num_layers, model.kind
+    is_laguna, is_kolibri, is_flint = (kind == one for one in ("laguna", "kolibri1", "flint"))
     model.read(eps=1e-6, has_rotary=False, head_dim=128)
-    kinds = every(5, layers)
-    if model.kind != "kolibri1":
-        full = [is_laguna or i < 2 or i % 4 == 1 or i == layers - 1 for i in model.numbers]
-        kinds = ["full_attention" if one else "sliding_attention" for one in full]
-    size = config.get("sliding_window", 512 if is_laguna else 513)
-    kinds, windows = model.layer_types(kinds), model.windows(kinds, window=int(size or 0))
+    full = [is_laguna or i < 2 or i % 4 == 1 or i == layers - 1 for i in model.numbers]
+    kinds = every(5, layers) if is_kolibri else ["full_attention" if one else "sliding_attention" for one in full]
+    windows = model.windows(kinds, window=config.whole("sliding_window", 512 if is_laguna else 513))
     if is_laguna:
-        part, bases = None if config.get("rope_parameters") else 0.5, {"full_attention": 5e5}
+        part = 1.0 if config.get("rope_parameters") else 0.5
         rotary: list[int | None] = [
-            model.read_rotary(layer_type=kind, theta=bases.get(kind, 1e4), part=(part or 1.0) if kind in bases else 1.0)
-            for kind in kinds
-        ]
+            model.read_rotary(layer_type="sliding_attention", theta=1e4, part=1.0)
+            if window else model.read_rotary(layer_type="full_attention", theta=5e5, part=part)
+            for window in windows
+        ]  # fmt: skip
         config.expect("moe_apply_router_weight_on_input", False)
         config.expect("moe_router_logit_softcapping", 0.0)
     else:
-        model.rotary = model.read_rotary()
-        rotary = [model.rotary if window or (size is None and not is_flint) else None for window in windows]
+        rotary = [model.read_rotary() if window else None for window in windows]
     heads = config.get("num_attention_heads_per_layer") if is_laguna else None
     sizes = [replace(model.sizes, heads=int(count)) for count in heads or [model.sizes.heads] * layers]
     if any(one.heads % one.kv_heads for one in sizes):
@@ -124,9 +122,9 @@ def windowed_moe(model: Builder) -> None:
         return Gate("gate", "attended", width=own.head_dim if by_head else 1, function="softplus")
 
     attend = attention(
-        sizes=sizes, bias=model.kind != "kolibri1" and config.flag("attention_bias"), rotary=rotary, window=windows,
+        sizes=sizes, bias=not is_kolibri and config.flag("attention_bias"), rotary=rotary, window=windows,
         norms=head_norms(), has_sinks=is_flint, sinks="softmax_offset", gate=gate if is_laguna else None,
-        after="post_attn_norm" if model.kind == "kolibri1" else "",
+        after="post_attn_norm" if is_kolibri else "",
     )  # fmt: skip
     routers = {
         "laguna": {"scores": "sigmoid", "choice_bias": "mlp.experts.e_score_correction_bias"},
@@ -139,14 +137,13 @@ def windowed_moe(model: Builder) -> None:
     if is_laguna:
         sparse = sparse_by_type(config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1))
     elif is_flint:
-        dense, period = config.get("mlp_only_layers"), config.whole("decoder_sparse_step", 1)
-        sparse = [i not in ([0, 1] if dense is None else dense) and (i + 1) % period == 0 for i in model.numbers]
+        sparse = sparse_layers(config, layers, dense=[0, 1])
     feed = mixture(
         num_experts(config), config.whole("moe_intermediate_size", 512),
-        {"normalize": normalize, "factor": factor, **routers[model.kind]},
+        {"normalize": normalize, "factor": factor, **routers[kind]},
         shared=config.whole("shared_expert_intermediate_size", 1024 if is_flint else 512),
-        shared_prefix="mlp.shared_experts." if model.kind == "kolibri1" else "mlp.shared_expert.", sparse=sparse,
-        after="post_ffn_norm" if model.kind == "kolibri1" else "",
+        shared_prefix="mlp.shared_experts." if is_kolibri else "mlp.shared_expert.", sparse=sparse,
+        after="post_ffn_norm" if is_kolibri else "",
     )  # fmt: skip
     decoder(model, attend, feed)
 
