@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cbatch.base.model_files import InvalidFile, read_json_object
+from cbatch.model.config_classes import LAYER_TYPES, class_of
 
 _MOST_SHOWN, _LONGEST = 60, 2**14
 """Characters of a value that a sentence repeats, and numbers of a list that layers have one each of."""
@@ -261,45 +262,52 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     return settings
 
 
-NEUTRAL = frozenset(
-    "architectures model_type transformers_version dtype torch_dtype _name_or_path auto_map bos_token_id "
-    "eos_token_id pad_token_id sep_token_id decoder_start_token_id unk_token_id id2label label2id problem_type "
-    "num_labels finetuning_task task_specific_params initializer_range initializer_factor init_std "
-    "embedding_initializer_range init_method use_cache pretraining_tp return_dict output_attentions "
-    "output_hidden_states torchscript is_decoder is_encoder_decoder add_cross_attention chunk_size_feed_forward "
-    "gradient_checkpointing attention_dropout hidden_dropout embd_pdrop resid_pdrop attn_pdrop embedding_dropout "
-    "hidden_dropout_prob residual_dropout dropout resid_dropout embed_dropout classifier_dropout "
-    "output_router_logits router_aux_loss_coef aux_loss_alpha seq_aux router_jitter_noise router_z_loss_coef "
-    "_attn_implementation attn_implementation _attn_implementation_autoset unsloth_fixed unsloth_version use_mrope "
-    "rope_interleaved cross_attention_hidden_size tokenizer_class prefix tie_encoder_decoder language "
-    "quantization".split()
-)
-"""Keys that change nothing of what a model gives in a forward pass, in any family."""
-
-
 class UnsupportedConfig(Exception):
     """Why the fast path does not support a model."""
 
 
 class ConfigReader:
-    """The keys of a config.json."""
+    """The keys of a config.json, by the names and with the defaults that their class in transformers has.
+
+    is_wrapped: they are those of the language model in a larger one
+    """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
+        """Raises UnsupportedConfig for a type that is not in the table of classes."""
         self.kind = str(values.get("model_type"))
-        self._read: set[str] = set()
+        found = class_of(self.kind)
+        if found is None:
+            raise UnsupportedConfig(f"its model type {self.kind} has no declaration")
+        self.is_wrapped = "wrapped_by" in values
+        self._class, self._read = found, set[str]()
+        self._values = {found.names.get(key, key): value for key, value in values.items()}
+        types = found.names.get("layer_types", "layer_types")
+        if isinstance(given := self._values.get(types), list):
+            self._values[types] = [LAYER_TYPES.get(one, one) for one in given]
 
     def __getitem__(self, key: str) -> Any:
-        """A value that must be there. Raises UnsupportedConfig if it is not, or is null."""
+        """A value that must be there, or have a default. Raises UnsupportedConfig if it is not, or is null."""
         value = self.get(key)
         if value is None:
             raise UnsupportedConfig(f"its config.json has no {key}")
         return value
 
+    def has(self, key: str) -> bool:
+        """Whether the file has a key."""
+        return self._class.names.get(key, key) in self._values
+
     def get(self, key: str, default: Any = None) -> Any:
-        """A value, or what the class of the config has if the key is absent."""
+        """A value, or what the class has if the key is absent. default: of keys for which the class has none"""
+        key = self._class.names.get(key, key)
         self._read.add(key)
-        return self.values.get(key, default)
+        if key in self._values:
+            return self._values[key]
+        known = self._class.defaults.get(key)
+        return default if known is None else known
+
+    def default(self, key: str) -> Any:
+        """What the class has if a key is absent."""
+        return self._class.defaults.get(key)
 
     def flag(self, key: str, default: bool = False) -> bool:
         return bool(self.get(key, default))
@@ -308,11 +316,12 @@ class ConfigReader:
         """A whole number. Raises UnsupportedConfig if it is absent and there is no default."""
         return int(self[key] if default is None else self.get(key, default))
 
-    def number(self, key: str, default: float) -> float:
-        return float(self.get(key, default))
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number. Raises UnsupportedConfig if it is absent and there is no default."""
+        return float(self[key] if default is None else self.get(key, default))
 
     def first(self, *keys: str) -> Any:
-        """The value of the first key that is there: configurations have several names for one thing.
+        """The value of the first key that is there: files have several names for one thing.
 
         Raises UnsupportedConfig if all are absent or null.
         """
@@ -322,7 +331,7 @@ class ConfigReader:
         return found[0]
 
     def expect(self, key: str, *accepted: Any) -> Any:
-        """A value of which only some are understood; the first of them if the key is absent.
+        """A value of which only some are understood; the first of them if the key is absent and has no default.
 
         Raises UnsupportedConfig for another one.
         """
@@ -332,10 +341,17 @@ class ConfigReader:
         return value
 
     def ignore(self, *keys: str) -> None:
-        """Notes keys that change nothing here."""
-        self._read.update(keys)
+        """Notes keys that transformers reads and that change nothing here."""
+        self._read.update(self._class.names.get(key, key) for key in keys)
 
-    def unread(self) -> dict[str, Any]:
-        """Keys that nobody has read and that may matter: values other than null, false and nothing."""
-        others = self.values.keys() - self._read - NEUTRAL
-        return {key: value for key in sorted(others) if (value := self.values[key]) not in (None, False, "", [], {})}
+    def finish(self) -> None:
+        """Raises UnsupportedConfig for a key that transformers reads, and that nobody has read here.
+
+        Unless it has the default of its class; null, false and nothing are the same.
+        """
+        for key in sorted(self._class.read & self._values.keys() - self._read):
+            value, default = self._values[key], self._class.defaults.get(key)
+            if value != default and (value or default):
+                raise UnsupportedConfig(
+                    f"its config.json says {key} = {shown(value)}, which its declaration does not know"
+                )

@@ -43,7 +43,8 @@ from cbatch.base.model_files import (
 from cbatch.base.params import SamplingParams
 from cbatch.model.base import Model
 from cbatch.model.config import UnsupportedConfig, read_generation_config, read_model_config
-from cbatch.model.families import read_program, text_config
+from cbatch.model.config_classes import class_of, levels, text_config
+from cbatch.model.families import read_program
 from cbatch.model.formats.gguf import GgufModel
 from cbatch.model.formats.quantized import QuantizedCheckpoint, settings_of, without_quantization
 from cbatch.model.hf.memory_check import fits
@@ -53,6 +54,7 @@ from cbatch.model.load_plan import LoadPlan
 from cbatch.model.lora.sites import sites_of
 from cbatch.model.lora_files import Adapter
 from cbatch.model.tensor_files import Tensors
+from cbatch.model.tensor_names import has_own_head
 from cbatch.runtime.device import is_accelerator
 from cbatch.runtime.memory import is_out_of_memory
 from cbatch.text.backend import TextTokenizer
@@ -155,19 +157,22 @@ def _load(plan: LoadPlan) -> LoadedModel:
             if not is_accelerator(plan.device) and settings_of(read_model_config(folder)) is not None:
                 make_network = partial(_or_say, make_network, str(error))
     if fast_model is not None:
-        config = fast_model.config
+        vocab_size, default = fast_model.vocab_size, class_of(fast_model.kind)
+        default_end = None if default is None else default.ends
     else:
         network = make_network()
-        make_network, config = lambda: network, network.config.get_text_config().to_dict()
+        text = network.config.get_text_config()
+        make_network, vocab_size, default_end = lambda: network, text.vocab_size, text.eos_token_id
         if plan.device_map is not None:
             placement = placement_of(network)
             _log.warning("%s", f"The model is spread: {placement}. {placement.cost}".strip())
+    ends = end_ids(vocab_size, read_model_config(folder), settings, tokenizer=tokenizer, default=default_end)
     return LoadedModel(
         name=name,
         make_network=make_network,
         tokenizer=tokenizer,
         defaults=defaults,
-        eos_ids=_eos_ids(settings, config),
+        eos_ids=ends,
         max_tokens=settings.get("max_new_tokens"),
         not_applied=tuple(key for key in NOT_APPLIED if settings.get(key) not in (None, NOT_APPLIED[key])),
         fingerprint=fingerprint(folder),
@@ -208,7 +213,7 @@ def _load_gguf(plan: LoadPlan) -> LoadedModel:
         make_network=make_network,
         tokenizer=tokenizer,
         defaults=SamplingParams(),
-        eos_ids=_eos_ids({}, checkpoint.config),
+        eos_ids=end_ids(model.vocab_size, checkpoint.config, tokenizer=tokenizer),
         fingerprint=checkpoint.fingerprint,
         fast_model=model,
         path="fast",
@@ -272,13 +277,19 @@ def _sampling_defaults(settings: dict[str, Any]) -> SamplingParams:
     return SamplingParams().merged(chosen)
 
 
-def _eos_ids(settings: Mapping[str, Any], config: Mapping[str, Any]) -> frozenset[int]:
-    """End tokens of generation_config.json, else of the model's config; ids that cannot be tokens are left out."""
-    given = settings.get("eos_token_id")
-    if given is None:
-        given = config.get("eos_token_id")
-    ids = [given] if isinstance(given, int) else given or []
-    return frozenset(token for token in ids if 0 <= token < config["vocab_size"])
+def end_ids(
+    vocab_size: int, *files: Mapping[str, Any], tokenizer: ChatTokenizer | None, default: Any = None
+) -> frozenset[int]:
+    """The end tokens that any of the files or the tokenizer names, at any level, if they can be tokens.
+
+    default: of the class of the config, which counts if nobody names one
+    """
+    given = [level.get("eos_token_id") for file in files for level in levels(file)]
+    if tokenizer is not None:
+        given.append(tokenizer.eos_id)
+    named = [one for one in given if one is not None] or [default or []]
+    ids = (token for one in named for token in ([one] if isinstance(one, int) else one))
+    return frozenset(token for token in ids if 0 <= token < vocab_size)
 
 
 class NoFastPath(Exception):
@@ -330,9 +341,10 @@ def _load_fast(plan: LoadPlan) -> CpuModel | CudaModel:
         checkpoint, config = QuantizedCheckpoint(config), without_quantization(config)
     program = read_program(config)  # before weights are downloaded
     folder = model_folder(plan.source, plan.revision, ["config.json", "generation_config.json", *WEIGHT_FILES])
-    if "eos_token_id" not in {**text_config(config), **read_generation_config(folder)}:
-        raise UnsupportedConfig("neither config.json nor generation_config.json has an eos_token_id")
     tensors, files, identity = Tensors(folder), weight_files(folder), partial(fingerprint, folder)
+    if has_own_head(program, tensors):
+        config = {**text_config(config), "tie_word_embeddings": False}
+        program = read_program(config)
     if checkpoint is None:
         dtype, quantize = plan.formats(config.get("dtype", config.get("torch_dtype")), is_quantized=False)
         return plan.fast_model(config, tensors, dtype, quantize, files, identity)

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from cbatch.base.quantization import Quantization
 from cbatch.model.config import UnsupportedConfig
-from cbatch.model.families import read_program, text_config
-from cbatch.model.ops.program import Layout, Program
+from cbatch.model.config_classes import text_config
+from cbatch.model.families import read_program
+from cbatch.model.ops.program import Program
 from cbatch.model.stored import StoredWeights
+from cbatch.model.tensor_names import HEAD, names_in_files
 
 _log = logging.getLogger("cbatch")
 
@@ -27,23 +29,12 @@ _NUMBERS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 def resolved(program: Program, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """The tensors of the files by the names that the program has for them."""
-    table = program.embedding.name
-    for layout in program.layouts:
-        if table not in tensors and _named(table, layout) in tensors:
-            back = tuple((theirs, ours) for ours, theirs in layout)
-            tensors = _ReadLater({_named(name, back): partial(tensors.__getitem__, name) for name in tensors})
-            break
+    names = names_in_files(program, tensors)
+    if any(ours != theirs for ours, theirs in names.items()) or len(names) < len(tensors):
+        tensors = _ReadLater({ours: partial(tensors.__getitem__, theirs) for ours, theirs in names.items()})
     if any(name.endswith(".experts.gate_up_proj") and name not in program.shapes for name in tensors):
         return _unstacked(tensors, program.shapes)
     return tensors
-
-
-def _named(name: str, layout: Layout) -> str:
-    """The name of a weight in files of a layout."""
-    for ours, theirs in layout:
-        if name.startswith(ours):
-            return theirs + name.removeprefix(ours)
-    return name
 
 
 class _ReadLater(Mapping[str, Tensor]):
@@ -92,18 +83,15 @@ def check_weights(program: Program, tensors: Mapping[str, Tensor]) -> int:
     tensors: by the program's names, see `resolved`
     """
     shapes = program.shapes
-    head, table = "lm_head.weight", program.embedding.name
     spare = re.compile("|".join(program.spare))
     odd = {name for name in tensors if not spare.fullmatch(name)} ^ shapes.keys()
     if program.is_tied:
-        odd.discard(head)
+        odd.discard(HEAD)
     if odd:
         raise UnsupportedConfig(f"one of its weights is missing, or unknown in its family: {min(odd)}")
     wrong = [name for name, shape in shapes.items() if _shape_of(tensors, name) != shape]
     if wrong:
         raise UnsupportedConfig(f"the shape of {wrong[0]} does not match its config")
-    if program.is_tied and head in tensors and not torch.equal(tensors[head], tensors[table]):
-        raise UnsupportedConfig("its head is tied to its embedding, but in its files the two differ")
     return sum(math.prod(shape) for shape in shapes.values())
 
 

@@ -41,6 +41,8 @@ class ChatTokenizer:
         self.token_bytes = self.backend.bytes_of
         self.bad_word_ids = lru_cache(maxsize=256)(self._bad_word_ids)
         added = self.backend.get_added_tokens_decoder()
+        eos = tokenizer.special_tokens.get("eos_token")
+        self.eos_id = next((number for number, token in added.items() if token.content == eos), None)
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
         special = sorted((added[number].content for number in self.special_ids), key=len, reverse=True)
         self._renderer = TemplateRenderer()

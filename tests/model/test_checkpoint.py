@@ -9,25 +9,28 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from cbatch.attention.cpu import CpuAttention
 from cbatch.attention.reference import ReferenceAttention
 from cbatch.attention.registry import select_attention
 from cbatch.base.errors import ConfigError, ModelError
 from cbatch.model import load_plan, loader
 from cbatch.model.config import read_model_config
+from cbatch.model.config_classes import class_of
 from cbatch.model.cpu import CpuModel
 from cbatch.model.device_map import DeviceMap
 from cbatch.model.hf.adapter import TransformersModel
 from cbatch.model.hf.memory_check import check_weights_fit
 from cbatch.model.hf.self_check import _paged_logits
 from cbatch.model.load_plan import DEMO_MODEL, LoadPlan, choose_dtype
-from cbatch.model.loader import NoFastPath, load_fast_model
+from cbatch.model.loader import NoFastPath, end_ids, load_fast_model, load_model
 from cbatch.model.tensor_files import Tensors
 from cbatch.runtime import memory
 from cbatch.runtime.kv_cache import LayerShape
 from tests.support.gpu_machine import Gpu, Machine
-from tests.support.programs import saved_model
+from tests.support.model_checks import reference_logits
+from tests.support.programs import PROMPT, error_of, logits_in_chunks, saved_model
 from tests.support.tiny_models import make_network
 
 GPU = torch.device("cuda", 0)
@@ -133,14 +136,47 @@ def test_bfloat16_on_a_cpu(multiplies: bool, widens: bool, monkeypatch: pytest.M
     assert choose_dtype("auto", "float16", cpu, by_kernels=True) == torch.float32
 
 
-@pytest.mark.kernels
-def test_end_tokens_of_the_text_model_are_enough(tmp_path: Path) -> None:
-    """Guards models of text with pictures whose end tokens stand in `text_config` only: transformers loaded them."""
+@pytest.mark.parametrize("path", ["fast", "transformers"])
+def test_all_end_tokens_count(tmp_path: Path, path: str) -> None:
+    """Guards chat models that run on into the user's next turn: every level and every file may name an end token."""
     saved_model("gemma4_unified").network.save_pretrained(tmp_path)
-    (tmp_path / "generation_config.json").unlink(missing_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert "eos_token_id" not in config and "eos_token_id" in config["text_config"]
-    assert load_fast_model(LoadPlan(str(tmp_path), dtype="float32")).program.kind == "gemma4_unified"
+
+    def ends(outer: Any, inner: Any, generation: Any) -> frozenset[int]:
+        levels: list[tuple[dict[str, Any], Any]] = [(config, outer), (config["text_config"], inner)]
+        for level, value in levels:
+            level.pop("eos_token_id", None)
+            level.update({} if value is None else {"eos_token_id": value})
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+        loaded = load_model(LoadPlan(str(tmp_path), dtype="float32", fast=path == "fast"))
+        assert loaded.path == path
+        return loaded.eos_ids
+
+    assert ends([3, 4], 5, [6, 10**6]) == {3, 4, 5, 6}
+    if path == "fast":
+        assert ends(None, 7, None) == {7}
+        assert ends(None, None, None) == {class_of("gemma4_unified_text").ends}  # type: ignore[union-attr]
+
+
+def test_the_end_token_of_the_tokenizer_counts() -> None:
+    """Guards models whose files name no end token but in the tokenizer's settings, and ids that cannot be tokens."""
+    tokenizer = load_model(LoadPlan(str(DEMO_MODEL))).tokenizer
+    assert tokenizer is not None and tokenizer.eos_id is not None
+    assert end_ids(10**6, {"eos_token_id": 2}, {}, tokenizer=tokenizer, default=9) == {2, tokenizer.eos_id}
+    assert end_ids(2, {"eos_token_id": [1, 2]}, tokenizer=None) == {1}
+    assert end_ids(10, {}, tokenizer=None, default=9) == {9}
+
+
+def test_a_head_that_differs_from_the_embedding_is_used(tmp_path: Path) -> None:
+    """Guards files that hold a head although their config.json ties it to the embedding: as in transformers."""
+    make_network("llama", head_dim=16).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    model = load_fast_model(LoadPlan(str(tmp_path), dtype="float32"))
+    assert not model.program.is_tied
+    expected = reference_logits(AutoModelForCausalLM.from_pretrained(tmp_path), [PROMPT])[0]
+    assert error_of(logits_in_chunks(model, CpuAttention()), expected) < 2e-4
 
 
 CPU = torch.device("cpu")

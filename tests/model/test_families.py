@@ -21,11 +21,13 @@ from cbatch.base.quantization import Quantization
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.kernels.cpu.program import run_step
 from cbatch.model.config import UnsupportedConfig
+from cbatch.model.config_classes import class_of
 from cbatch.model.cpu import CpuModel
 from cbatch.model.cuda import CudaModel
 from cbatch.model.families import declared_kinds, read_program
 from cbatch.model.ops.all import Program
 from cbatch.model.ops.device_kernel import by_torch
+from scripts.config_classes import defaults
 from tests.support.architectures import CLASSES, VARIANTS, WITHOUT_CAUSAL_CLASS
 from tests.support.cuda_model import engine_around
 from tests.support.generation import generate
@@ -200,11 +202,12 @@ def test_transformers_stays_out(tmp_path: Path) -> None:
 
 
 def test_unknown_keys_send_a_model_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards settings of newer files: one counts as unknown, unless it is what the class has by default, or nothing."""
-    config = saved_model("gemma2").config
-    for value in (None, False, [], ""):
-        assert read_program(config | {"new_scale": value}).kind == "gemma2"
-    monkeypatch.setattr("cbatch.model.families._class_defaults", lambda _: {"new_scale": 2.0})
+    """Guards settings that a declaration does not know: those that transformers reads count, others change nothing."""
+    config, known = saved_model("gemma2").config, class_of("gemma2")
+    assert known is not None
+    assert read_program(config | {"new_scale": 3.0}).kind == "gemma2"
+    newer = known._replace(read=known.read | {"new_scale"}, defaults={**known.defaults, "new_scale": 2.0})
+    monkeypatch.setattr("cbatch.model.config.class_of", lambda _: newer)
     assert read_program(config | {"new_scale": 2.0}).kind == "gemma2"
     with pytest.raises(UnsupportedConfig, match="says new_scale = 3"):
         read_program(config | {"new_scale": 3.0})
@@ -215,16 +218,10 @@ def test_defaults_are_those_of_the_class(kind: str) -> None:
     """Guards what a declaration takes for keys that a file leaves out: the program stays the same without them."""
     config = saved_model(kind).config
     text = config.get("text_config", config)
-    defaults = CONFIG_MAPPING[text["model_type"]]().to_dict()
-    absent = {key for key in text if key in defaults and defaults[key] == text[key] and key != "model_type"}
-    shorter = {key: value for key, value in text.items() if key not in absent}
-    whole = read_program(config)
-    try:
-        program = read_program(config | {"text_config": shorter} if "text_config" in config else shorter)
-    except UnsupportedConfig as error:
-        assert "has no" in str(error), error
-        return
-    assert describe(program) == describe(whole)
+    has = defaults(CONFIG_MAPPING[text["model_type"]])
+    shorter = {key: value for key, value in text.items() if key not in has or has[key] != value}
+    shorter = config | {"text_config": shorter} if "text_config" in config else shorter
+    assert describe(read_program(shorter)) == describe(read_program(config))
 
 
 def test_stacks_of_experts_may_be_transposed() -> None:

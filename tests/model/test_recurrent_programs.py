@@ -132,8 +132,7 @@ def test_multipliers_of_falcon(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        ("qwen3_5_text", {"layer_types": ["linear_attention", "mamba"]}),
-        ("qwen3_5_text", {"attn_output_gate": False}),
+        ("qwen3_5_text", {"layer_types": ["linear_attention", "conv"]}),
         ("lfm2", {"layer_types": ["conv", "linear_attention"]}),
         ("granitemoehybrid", {"position_embedding_type": "alibi"}),
         ("granitemoehybrid", {"mamba_d_head": 8}),

@@ -17,7 +17,6 @@ from cbatch.model.ops.all import (
     Embed,
     Experts,
     Head,
-    Layout,
     Linear,
     Matrix,
     Norm,
@@ -134,20 +133,21 @@ class Builder:
 
     def __init__(self, config: ConfigReader) -> None:
         self.config, self.kind = config, config.kind
-        self.hidden_size = int(config.first("hidden_size", "n_embd"))
+        self.hidden_size = config.whole("hidden_size")
         self.vocab_size = int(config["vocab_size"])
-        kinds = config.values.get("layers_block_type")  # which some files have instead of a number
-        self.num_layers = len(kinds) if kinds else int(config.first("num_hidden_layers", "n_layer", "num_layers"))
+        kinds = config.get("layers_block_type")  # which some files have instead of a number
+        self.num_layers = len(kinds) if kinds else config.whole("num_hidden_layers")
+        config.ignore("num_hidden_layers")
         _check_sizes(_MOST_COLUMNS, self.hidden_size)
         _check_sizes(_MOST_TOKENS, self.vocab_size)
         _check_sizes(_MOST_LAYERS, self.num_layers)
         self.numbers: Sequence[int] = range(self.num_layers)
-        self.max_model_len = int(config.get("max_position_embeddings") or config.get("n_positions") or 0)
+        self.max_model_len = int(config.get("max_position_embeddings") or 0)
         self.is_tied, self.num_experts, self.extra_tokens = False, 0, 0
         self.other_norms: dict[str, NormKind] = {}
         self.replaced_ids: dict[int, int] = {}
         self.notes: list[str] = []
-        self.layouts: tuple[Layout, ...] = ()
+        self.root, self.renamed = "", tuple[tuple[str, str], ...]()
         self.spare: list[str] = [r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"]
         self._operations: list[Operation] = []
         self._caches: list[LayerShape] = []
@@ -160,7 +160,6 @@ class Builder:
         self,
         *,
         norm: NormKind | None = None,
-        eps: float | None = None,
         has_rotary: bool = True,
         activation: str = "silu",
         key: str = "hidden_act",
@@ -173,14 +172,13 @@ class Builder:
         """Reads the norm, the heads, their rotary setting and the activation.
 
         norm:       of RMS by default
-        eps:        of files that do not say it; None: they must
         activation, key: see `read_activation`
         head_dim:   of files that do not say it; by default heads share the hidden size
         rope:       see `read_rotary`
         """
         config = self.config
-        self.norm = norm or NormKind(config["rms_norm_eps"] if eps is None else config.get("rms_norm_eps", eps))
-        heads = int(config.first("num_attention_heads", "n_head", "num_heads"))
+        self.norm = norm or NormKind(config["rms_norm_eps"])
+        heads = config.whole("num_attention_heads")
         head_dim = int(config.get("head_dim") or head_dim or self.hidden_size // heads)
         kv_heads = kv_heads or int(config.get("num_key_value_heads") or heads)
         if heads % kv_heads or min(heads, kv_heads, head_dim) < 1:
@@ -201,6 +199,20 @@ class Builder:
     def read_rotary(self, **options: Any) -> int:
         """The number of the rotary setting that the config has for its heads; see `read_rotary`."""
         return self.add_rotary(read_rotary(self.config, self.sizes.head_dim, **options))
+
+    def read_rotaries(self, windows: Sequence[int], base: float) -> list[int]:
+        """The rotary setting of each layer: files scale that of full attention only, unless they name both types.
+
+        base: of layers with windows, if the file does not say it
+        """
+        given = self.config.get("rope_parameters") or {}
+        if given and "full_attention" not in given:
+            raise UnsupportedConfig("its rope_parameters do not name types of layers")
+        local = {"rope_theta": base} | (given.get("sliding_attention") or {})
+        return [
+            self.read_rotary(settings=local) if window else self.read_rotary(layer_type="full_attention")
+            for window in windows
+        ]
 
     def add_rotary(self, rotary: Rotary) -> int:
         """The number of a rotary setting, which is added if it is new."""
@@ -284,7 +296,9 @@ class Builder:
             is_tied=self.is_tied,
             replaced_ids=self.replaced_ids,
             notes=tuple(self.notes),
-            layouts=self.layouts,
+            root=self.root,
+            renamed=self.renamed,
+            is_wrapped=self.config.is_wrapped,
             spare=tuple(self.spare),
             states=tuple(self._states),
         )

@@ -280,6 +280,7 @@ def decoder(
     before: adds what stands before the layers
     head:   see `Builder.head`
     """
+    model.root = root
     model.embed(root + embed, scale, positions and root + positions, offset)
     if before is not None:
         before()

@@ -24,8 +24,8 @@ def _latent_attention(
     plain, rotated = config.whole("qk_nope_head_dim"), config.whole("qk_rope_head_dim")
     value_dim = int(config.get("v_head_dim") or hidden // heads)
     width, each, bias = plain + rotated, plain + value_dim, config.flag("attention_bias")
-    config.ignore("head_dim", "num_key_value_heads", "qk_head_dim")
-    rope, scale = rope_settings(config, None, 1e4, "rope_theta", None), width**-0.5
+    config.ignore("head_dim", "num_key_value_heads")
+    rope, scale = rope_settings(config), width**-0.5
     turn = read_rotary(config, rotated, part=part, aliases={"deepseek_yarn": "yarn"})
     if model.kind == "mistral4":  # whose share is that of a whole head; queries grow with the position
         turn = read_rotary(config, rotated, settings=rope | {"partial_rotary_factor": 1.0})
@@ -94,12 +94,10 @@ def deepseek_v2(model: Builder) -> None:
     size, shared = config.whole("moe_intermediate_size"), int(config.get("n_shared_experts") or 0)
     grouped = config.expect("topk_method", "greedy", "group_limited_greedy") == "group_limited_greedy"
     groups, top_groups = (config.whole("n_group"), config.whole("topk_group")) if grouped else (1, 1)
-    config.ignore(
-        "n_group", "topk_group", "norm_topk_prob", "scoring_func", "moe_layer_freq", "ep_size", "intermediate_size"
-    )
+    config.ignore("n_group", "topk_group", "intermediate_size")
     router = {"scores": "softmax", "groups": groups, "top_groups": top_groups,
-              "factor": config.number("routed_scaling_factor", 1.0)}  # fmt: skip
-    dense = config.whole("first_k_dense_replace", 0)
+              "factor": config.number("routed_scaling_factor")}  # fmt: skip
+    dense = config.whole("first_k_dense_replace")
     feed = mixture(
         num_experts(config, "n_routed_experts"), size, router, shared=shared * size, shared_bias=bias,
         sparse=[i >= dense for i in model.numbers], dense=feed_forward(bias=bias),
@@ -118,16 +116,21 @@ def deepseek_v3(model: Builder) -> None:
     """
     config, kind = model.config, model.kind
     _read(model)
-    is_interleaved = config.flag("rope_interleave", True) or kind in _INDEXED
+    is_interleaved = config.flag("rope_interleave") or kind in _INDEXED
     attend = _latent_attention(model, part=1.0 if kind == "glm4_moe_lite" else None, is_interleaved=is_interleaved)
     if kind in _INDEXED:
-        config.ignore("index_head_dim", "index_n_heads", "index_topk_freq", "index_topk_pattern", "indexer_types",
-                      "index_skip_topk_offset", "index_share_for_mtp_iteration", "indexer_rope_interleave",
-                      "layer_types", "moe_router_dtype", "mlp_bias")  # fmt: skip
+        config.ignore(
+            "index_head_dim",
+            "index_n_heads",
+            "index_topk_freq",
+            "index_topk_pattern",
+            "indexer_types",
+            "index_skip_topk_offset",
+            "layer_types",
+        )
         end_where_index_chooses(model, config.whole("index_topk", 2048))
     size, shared = config.whole("moe_intermediate_size"), int(config.first("n_shared_experts", "num_shared_experts"))
-    config.expect("topk_method", "noaux_tc", "greedy", None)
-    config.ignore("num_mtp_layers", "num_nextn_predict_layers", "scoring_func", "ep_size", "intermediate_size")
+    config.ignore("intermediate_size")
     model.spare.append(rf"model\.layers\.{model.num_layers}\..*")
     router = biased_router(config) | ({"scores": "softmax", "choice_bias": ""} if kind == "mistral4" else {})
     feed = mixture(
@@ -171,11 +174,11 @@ def minicpm3(model: Builder) -> None:
     _read(model)
     factor = logits = embedding = 1.0
     if is_minicpm:
-        depth = config.get("scale_depth", 1.4)
+        depth = config.get("scale_depth")
         factor = 1.0 if depth is None else float(depth) / model.num_layers**0.5
-        embedding = config.number("scale_emb", 12)
-        logits = float(config.get("dim_model_base", 256) or model.hidden_size) / model.hidden_size
-    is_interleaved = not is_minicpm and config.flag("rope_interleave", True)
+        embedding = config.number("scale_emb")
+        logits = float(config.get("dim_model_base") or model.hidden_size) / model.hidden_size
+    is_interleaved = not is_minicpm and config.flag("rope_interleave")
     attend = _latent_attention(model, is_interleaved=is_interleaved, factor=factor)
     feed = feed_forward(bias=is_minicpm and config.flag("mlp_bias"), factor=factor)
     decoder(model, attend, feed, scale=embedding, tied_by_default=True, factor=logits)

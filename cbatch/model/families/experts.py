@@ -19,7 +19,6 @@ from cbatch.model.families.decoder import (
     row_norms,
     sparse_by_type,
 )
-from cbatch.model.families.gemma import WITH_PICTURES
 from cbatch.model.families.llama import hunyuan_attention
 from cbatch.model.ops.all import Activation, Gate, HeadNorms, Linear, Matrix, Rotary
 
@@ -42,7 +41,7 @@ def biased_router(config: ConfigReader, choice_bias: str = f"mlp.gate.{_CHOICE_B
 
 def sparse_layers(config: ConfigReader, layers: int, dense: Sequence[int] = ()) -> list[bool]:
     """Which layers have experts, as Qwen says it. dense: those that have none, of files that do not say it"""
-    period, given = config.whole("decoder_sparse_step", 1), config.get("mlp_only_layers")
+    period, given = config.whole("decoder_sparse_step"), config.get("mlp_only_layers")
     return [layer not in (dense if given is None else given) and (layer + 1) % period == 0 for layer in range(layers)]
 
 
@@ -57,13 +56,11 @@ def mixtral(model: Builder) -> None:
     model.read(has_rotary=False)
     router = {"name": prefix + "gate", "scores": "softmax", "normalize": True}
     if is_mixtral:
-        model.rotary = model.read_rotary(theta=1e6)
+        model.rotary = model.read_rotary()
     else:
         head_dim = model.sizes.head_dim
-        model.rotary = model.read_rotary(theta=5e6, part=float(config.get("rotary_dim") or head_dim) / head_dim)
+        model.rotary = model.read_rotary(part=float(config.get("rotary_dim") or head_dim) / head_dim)
         router |= {"scores": "sigmoid", "choice_bias": prefix + _CHOICE_BIAS}
-        config.ignore("scoring_func", "use_routing_bias", "use_qk_norm", "qk_norm_type", "attn_type_list", "use_mtp",
-                      "num_mtp_modules", "mtp_transformer_layers", "shared_intermediate_size")  # fmt: skip
     window = int(config.get("sliding_window") or 0) if is_mixtral else 0
     feed = mixture(
         num_experts(config), config.whole("intermediate_size"), router, prefix=prefix + "experts.",
@@ -78,11 +75,9 @@ def qwen_moe(model: Builder) -> None:
     config, kind = model.config, model.kind
     model.read(has_rotary=False)
     is_olmo, is_post, is_qwen2 = "olmo" in kind, kind == "flex_olmo", kind == "qwen2_moe"
-    thetas = {"flex_olmo": 5e5, "qwen3_vl_moe_text": 5e5, "qwen3_omni_moe_text": 1e6}
     bias = config.flag("qkv_bias" if is_qwen2 else "attention_bias", is_qwen2)
     windows, size = _qwen_windows(model), config.whole("intermediate_size" if is_olmo else "moe_intermediate_size")
     config.ignore("intermediate_size")
-    is_sparse = [True] * model.num_layers if is_olmo else sparse_layers(config, model.num_layers)
     if kind == "mellum":
         types = model.layer_types(["full_attention"] * model.num_layers)
         rotary = [model.read_rotary(layer_type=one) for one in types]
@@ -90,7 +85,8 @@ def qwen_moe(model: Builder) -> None:
         model.spare.append(r"mtp\..*")
         config.ignore("num_mtp_layers", "num_nextn_predict_layers")
     else:
-        rotary = [model.read_rotary(theta=thetas.get(kind, 1e4))] * model.num_layers
+        rotary = [model.read_rotary()] * model.num_layers
+        is_sparse = [True] * model.num_layers if is_olmo else sparse_layers(config, model.num_layers)
     attend = attention(
         qkv_bias=bias, out_bias=bias and not is_qwen2, rotary=rotary, window=windows,
         norms=None if is_qwen2 else row_norms if is_olmo else head_norms(),
@@ -129,7 +125,7 @@ def _qwen_windows(model: Builder) -> list[int]:
     window = int(config.get("sliding_window") or 0)
     if kind == "qwen3_moe":
         return [window] * model.num_layers
-    last = config.whole("max_window_layers", 28)
+    last = config.whole("max_window_layers")
     kinds = ["sliding_attention" if (i + 1) % 2 and i < last else "full_attention" for i in model.numbers]
     return model.windows(kinds, window=window)
 
@@ -141,17 +137,17 @@ def gpt_oss(model: Builder) -> None:
     yarn = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
             "truncate": False, "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0}  # fmt: skip
     is_given = config.get("rope_parameters") or config.get("rope_scaling")
-    config.ignore("rope_theta", "initial_context_length", "hidden_act", "experts_per_token")
-    model.read(key="", theta=150000.0, settings=None if is_given else yarn)
-    windows = model.windows(every(2, model.num_layers), window=config.whole("sliding_window", 128))
-    limit, slope = config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702)
+    config.ignore("rope_theta")
+    model.read(key="", settings=None if is_given else yarn)
+    windows = model.windows(every(2, model.num_layers), window=config.whole("sliding_window"))
+    limit, slope = config.number("swiglu_limit"), config.number("swiglu_alpha")
     model.activation = Activation("silu", limit=limit, slope=slope, up_offset=1.0)
     feed = mixture(
         num_experts(config), config.whole("intermediate_size"),
         {"name": "mlp.router", "bias": True, "scores": "softmax_of_chosen"},
         names=STACKED, stacked=True, transpose=True, bias=True, interleaved=True,
     )  # fmt: skip
-    attend = attention(bias=config.flag("attention_bias", True), window=windows, has_sinks=True)
+    attend = attention(bias=config.flag("attention_bias"), window=windows, has_sinks=True)
     decoder(model, attend, feed)
 
 
@@ -159,16 +155,16 @@ def gpt_oss(model: Builder) -> None:
 def ernie_moe(model: Builder) -> None:
     """A bias for the choice of experts, shared experts, and dense layers at the beginning."""
     config = model.config
-    model.read(theta=5e5, is_interleaved=True)
+    model.read(is_interleaved=True)
     size = config.whole("moe_intermediate_size")
-    first, last = config.whole("moe_layer_start_index", 1), config.whole("moe_layer_end_index", -1)
-    last, period = (model.num_layers - 1 if last < 0 else last), config.whole("moe_layer_interval", 1)
-    bias, shared = config.flag("use_bias"), config.whole("moe_num_shared_experts", 2)
+    first, last = config.whole("moe_layer_start_index"), config.whole("moe_layer_end_index")
+    last, period = (model.num_layers - 1 if last < 0 else last), config.whole("moe_layer_interval")
+    bias, shared = config.flag("use_bias"), config.whole("moe_num_shared_experts")
     model.spare.append(r".*mtp.*")
     router = {
         "top_k": int(config.first("moe_k", "num_experts_per_tok")), "scores": "softmax", "normalize": True,
         "choice_bias": f"mlp.moe_statics.{_CHOICE_BIAS}", "choice_shape": (1,),
-        "least_sum": config.number("moe_norm_min", 1e-12),
+        "least_sum": config.number("moe_norm_min"),
     }  # fmt: skip
     feed = mixture(
         num_experts(config, "moe_num_experts"), size, router, shared=shared * size, shared_bias=bias,
@@ -185,7 +181,7 @@ def biased_moe(model: Builder) -> None:
     """
     config, kind, is_exaone, is_sarvam = model.config, model.kind, *(model.kind == one for one in _OTHERS)
     parts = {"glm4_moe": 0.5, "glm4v_moe_text": 0.5, "solar_open": 1.0, "sarvam_moe": 1.0}
-    model.read(part=parts.get(kind), theta=8e6 if is_sarvam else 1e4)
+    model.read(part=parts.get(kind))
     bias = config.flag("attention_bias", config.flag("use_qkv_bias", kind == "glm4v_moe_text")) and not is_exaone
     has_norms = kind in ("dots1", "exaone_moe") or (
         kind in ("glm4_moe", "sarvam_moe") and config.flag("use_qk_norm", is_sarvam)
@@ -194,8 +190,7 @@ def biased_moe(model: Builder) -> None:
     shared = int(config.first("n_shared_experts", "num_shared_experts"))
     dense = 0 if kind == "solar_open" else config.whole("first_k_dense_replace", 0 if kind == "dots1" else 1)
     kinds = config.get("mlp_layer_types") if is_exaone else None
-    config.ignore("num_mtp_layers", "num_nextn_predict_layers", "first_k_dense_replace", "scoring_func", "topk_method",
-                  "intermediate_size")  # fmt: skip
+    config.ignore("first_k_dense_replace", "intermediate_size")
     model.spare += [rf"model\.layers\.{model.num_layers}\..*", r"mtp\..*"]
     attend = attention(
         prefix="attention." if is_sarvam else "self_attn.", out="dense" if is_sarvam else "o_proj",
@@ -223,13 +218,13 @@ def _sarvam_qkv(layer: Layer, sizes: HeadSizes, *, bias: bool) -> Matrix:
 def _biased_windows(model: Builder) -> list[int]:
     config = model.config
     if model.kind == "exaone_moe":
-        kinds = every(config.whole("sliding_window_pattern", 4), model.num_layers)
-        return model.windows(kinds, window=config.whole("sliding_window", 4096))
+        kinds = every(config.whole("sliding_window_pattern"), model.num_layers)
+        return model.windows(kinds, window=config.whole("sliding_window"))
     if model.kind == "dots1":
-        first = config.whole("max_window_layers", 62)
-        is_windowed = config.get("sliding_window", 4096) is not None
+        first = config.whole("max_window_layers")
+        is_windowed = config.get("sliding_window") is not None
         kinds = ["sliding_attention" if is_windowed and i >= first else "full_attention" for i in model.numbers]
-        return model.windows(kinds, window=int(config.get("sliding_window", 4096) or 0))
+        return model.windows(kinds, window=int(config.get("sliding_window") or 0))
     return [0] * model.num_layers
 
 
@@ -243,7 +238,6 @@ def hunyuan_moe(model: Builder) -> None:
         if len(set(top_k)) != 1:
             raise UnsupportedConfig("its layers choose different numbers of experts")
         top_k = top_k[0]
-    config.ignore("moe_intermediate_size", "num_shared_expert", "use_qk_norm")
     router = {"name": "mlp.gate.wg", "top_k": int(top_k), "scores": "softmax", "normalize": True}
     feed = mixture(num_experts(config), inner, router, shared=inner, shared_prefix="mlp.shared_mlp.")
     decoder(model, attend, feed)
@@ -253,10 +247,10 @@ def hunyuan_moe(model: Builder) -> None:
 def hy_v3(model: Builder) -> None:
     """Norms of queries and keys, and experts by sigmoids with a bias for the choice."""
     config = model.config
-    model.read(eps=1e-5, theta=11158840.0)
+    model.read()
     bias, kinds = config.flag("mlp_bias"), config.get("mlp_layer_types")
     feed = _sigmoid_experts(
-        model, config.number("router_scaling_factor", 2.826), config.whole("num_shared_experts", 1),
+        model, config.number("router_scaling_factor"), config.whole("num_shared_experts"),
         sparse=sparse_by_type(kinds) if kinds else [i >= 1 for i in model.numbers], dense=feed_forward(bias=bias),
         shared_prefix="mlp.shared_mlp.", shared_bias=bias,
     )  # fmt: skip
@@ -267,12 +261,12 @@ def hy_v3(model: Builder) -> None:
 def afmoe(model: Builder) -> None:
     """HY 3 with norms on both sides and gates after attention; it rotates only in its windows."""
     config, hidden = model.config, model.hidden_size
-    model.read(eps=1e-5)
-    kinds = every(config.whole("global_attn_every_n_layers", 4), model.num_layers)
-    windows = model.windows(kinds, window=config.whole("sliding_window", 1024))
-    dense = config.whole("num_dense_layers", 1)
+    model.read()
+    kinds = every(config.whole("global_attn_every_n_layers"), model.num_layers)
+    windows = model.windows(kinds, window=config.whole("sliding_window"))
+    dense = config.whole("num_dense_layers")
     feed = _sigmoid_experts(
-        model, config.number("route_scale", 1.0), config.whole("num_shared_experts", 2),
+        model, config.number("route_scale"), config.whole("num_shared_experts"),
         sparse=[i >= dense for i in model.numbers], after="post_mlp_layernorm",
     )  # fmt: skip
 
@@ -295,34 +289,32 @@ def output_gate(layer: Layer, source: str) -> Gate:
 def _sigmoid_experts(model: Builder, factor: float, shared: int, **options: Any) -> Part:
     """factor: of the experts' weights; options: see `mixture`"""
     config, size = model.config, model.config.whole("moe_intermediate_size")
-    config.ignore("first_k_dense_replace", "route_norm", "qk_norm", "score_func", "n_group", "topk_group",
-                  "enable_moe_fp32_combine", "num_nextn_predict_layers", "load_balance_coeff", "num_expert_groups",
-                  "num_limited_groups", "use_grouped_mm")  # fmt: skip
+    config.ignore(
+        "first_k_dense_replace", "n_group", "topk_group", "enable_moe_fp32_combine", "num_nextn_predict_layers"
+    )
     model.spare.append(rf"model\.layers\.{model.num_layers}\..*")
     router = {"name": "mlp.router.gate", "scores": "sigmoid", "choice_bias": "mlp.expert_bias", "normalize": True,
               "epsilon": 1e-20, "factor": factor}  # fmt: skip
     return mixture(num_experts(config), size, router, shared=shared * size, **options)
 
 
-@family("llama4", "llama4_text")
+@family("llama4_text")
 def llama4(model: Builder) -> None:
     """Chunks where tokens are rotated; elsewhere queries grow with the position. Weights of experts multiply inputs."""
     config, prefix = model.config, "feed_forward."
-    model.read(eps=1e-5, theta=5e5, is_interleaved=True)
-    is_tuned, interval = config.flag("attn_temperature_tuning", True), config.whole("no_rope_layer_interval", 4)
+    model.read(is_interleaved=True)
+    is_tuned, interval = config.flag("attn_temperature_tuning"), config.whole("no_rope_layer_interval")
     has_rope = config.get("no_rope_layers") or [(i + 1) % interval != 0 for i in model.numbers]
-    chunk = config.whole("attention_chunk_size", 8192)
+    chunk = config.whole("attention_chunk_size")
     kinds = config.get("layer_types") or ["chunked_attention" if one else "full_attention" for one in has_rope]
     if not set(kinds) <= {"chunked_attention", "full_attention"} or len(kinds) != model.num_layers:
         raise UnsupportedConfig("it has layers of other types")
-    floor, beta = config.number("floor_scale", 8192), config.number("attn_scale", 0.1)
+    floor, beta = config.number("floor_scale"), config.number("attn_scale")
     scaled = model.add_rotary(Rotary((), scale_beta=beta, scale_floor=floor, scale_shift=1)) if is_tuned else None
-    step, sparse = config.whole("interleave_moe_layer_step", 1), config.get("moe_layers")
+    step, sparse = config.whole("interleave_moe_layer_step"), config.get("moe_layers")
     sparse = set(range(step - 1, model.num_layers, step) if sparse is None else sparse)
-    inner, has_norms = config.whole("intermediate_size"), config.flag("use_qk_norm", True)
-    config.ignore("for_llm_compressor", "intermediate_size_mlp")
-    model.layouts = WITH_PICTURES
-    model.spare.append(r"(model\.)?(vision_model|multi_modal_projector)\..*")
+    inner, has_norms = config.whole("intermediate_size"), config.flag("use_qk_norm")
+    config.ignore("intermediate_size_mlp")
     rotated_norms = head_norms(kind=NormKind(model.norm.eps, has_weight=False), last=True)
 
     def norms(layer: Layer, sizes: HeadSizes) -> HeadNorms | None:

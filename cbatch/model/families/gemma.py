@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,50 +21,43 @@ from cbatch.model.families.decoder import (
 from cbatch.model.families.rotary import read_rotary
 from cbatch.model.ops.all import RESIDUAL, Embed, Gate, HeadNorms, Linear, Matrix, Norm, Normalize, Scale, Weight
 
-WITH_PICTURES = (
-    (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
-    (("model.", "model.language_model."),),
-)
-"""How files of models of text with pictures name the weights of the text model."""
-
 
 @family("gemma")
 def gemma(model: Builder) -> None:
     """The first one still has Llama's order."""
     config = model.config
     config.expect("hidden_act", "gelu_pytorch_tanh", "gelu")
-    config.ignore("hidden_activation")
     config.expect("use_bidirectional_attention", None, False)
     model.read(norm=NormKind(config["rms_norm_eps"], offset=1.0), key="", activation="gelu_pytorch_tanh")
     attend = attention(bias=config.flag("attention_bias"))
     decoder(model, attend, feed_forward(), scale=model.hidden_size**0.5, tied_by_default=True)
 
 
-@family("gemma2", "vaultgemma", "gemma3", "gemma3_text")
+@family("gemma2", "vaultgemma", "gemma3_text")
 def gemma2(model: Builder) -> None:
     """Windows in most layers, softcaps, and norms after each part, which VaultGemma leaves out again.
 
     Gemma 3 has norms of queries and keys instead of the softcap of scores, and other rotations in its windows.
     """
     config, kind, is_third = model.config, model.kind, model.kind.startswith("gemma3")
-    norm = NormKind(config.get("rms_norm_eps", 1e-6), offset=1.0)
+    norm = NormKind(config.get("rms_norm_eps"), offset=1.0)
     model.read(norm=norm, has_rotary=False, key="hidden_activation", activation="gelu_pytorch_tanh")
     windows = model.windows(every(config.whole("sliding_window_pattern", 6) if is_third else 2, model.num_layers))
-    rotaries = {is_windowed: _rotary(model, is_windowed) for is_windowed in dict.fromkeys(map(bool, windows))}
+    if is_third:
+        rotary: Sequence[int | None] = model.read_rotaries(windows, config.number("rope_local_base_freq"))
+    else:
+        rotary = [model.read_rotary()] * model.num_layers
     config.expect("use_bidirectional_attention", None, False)
-    config.ignore("hidden_act", "cache_implementation", "_sliding_window_pattern", "image_token_index")
-    scale = config.number("query_pre_attn_scalar", 256) ** -0.5
-    softcap = config.get("attn_logit_softcapping", None if is_third else 50.0)
-    final_softcap = config.get("final_logit_softcapping", None if is_third else 30.0)
-    if kind == "gemma3":  # a model of text with pictures, whose head has no softcap
-        model.layouts = WITH_PICTURES
+    scale = config.number("query_pre_attn_scalar") ** -0.5
+    softcap = config.get("attn_logit_softcapping")
+    final_softcap = config.get("final_logit_softcapping")
+    if config.is_wrapped and is_third:  # whose head has no softcap
         image = config.get("image_token_index", config.get("image_token_id"))
         model.replaced_ids = {int(image): 0} if image is not None and int(image) >= model.vocab_size else {}
-        model.spare.append(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
         final_softcap = None
     after = ("", "") if kind == "vaultgemma" else ("post_attention_layernorm", "post_feedforward_layernorm")
     attend = attention(
-        bias=config.flag("attention_bias"), rotary=[rotaries[bool(window)] for window in windows], scale=scale,
+        bias=config.flag("attention_bias"), rotary=rotary, scale=scale,
         window=windows, softcap=None if is_third else softcap, norms=head_norms() if is_third else None, after=after[0],
     )  # fmt: skip
     decoder(
@@ -72,43 +66,26 @@ def gemma2(model: Builder) -> None:
     )  # fmt: skip
 
 
-def _rotary(model: Builder, is_windowed: bool) -> int:
-    """Older files of Gemma 3 name the base of each type of layer, and scale that of full attention only."""
-    config = model.config
-    if not model.kind.startswith("gemma3"):
-        return model.read_rotary()
-    if is_windowed:
-        given = config.get("rope_parameters") or {}
-        settings = given.get("sliding_attention", {"rope_theta": config.get("rope_local_base_freq", 1e4)})
-        return model.read_rotary(settings=settings)
-    config.ignore("rope_local_base_freq")
-    return model.read_rotary(layer_type="full_attention", theta=1e6)
-
-
 _ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
 }
 
 
-@family("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+@family("gemma4_text", "gemma4_unified_text")
 def gemma4(model: Builder) -> None:
     """Full attention has larger heads. The last layers read the keys and values of earlier ones."""
     config, hidden, layers = model.config, model.hidden_size, model.num_layers
-    is_unified = "unified" in model.kind
-    model.norm = NormKind(config.get("rms_norm_eps", 1e-6))
+    model.norm = NormKind(config.get("rms_norm_eps"))
     model.read_activation("gelu_pytorch_tanh", "hidden_activation")
     config.expect("use_bidirectional_attention", None, "vision")
     kinds = model.layer_types([*every(6, layers)[:-1], "full_attention"])
-    windows = model.windows(kinds, window=config.whole("sliding_window", 512))
-    per_layer = int(config.get("hidden_size_per_layer_input", 0 if is_unified else 256) or 0)
+    windows = model.windows(kinds, window=config.whole("sliding_window"))
+    per_layer = int(config.get("hidden_size_per_layer_input") or 0)
     bias = config.flag("attention_bias")
-    first_shared = layers - config.whole("num_kv_shared_layers", 0)
+    first_shared = layers - config.whole("num_kv_shared_layers")
     is_doubled = config.flag("use_double_wide_mlp")
-    config.ignore("vocab_size_per_layer_input", "cache_implementation", "global_head_dim", "num_global_key_value_heads")
-    model.layouts = WITH_PICTURES
-    towers = "vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder|multi_modal_projector"
-    model.spare.append(rf"(model\.)?({towers})\..*")
+    config.ignore("vocab_size_per_layer_input", "global_head_dim", "num_global_key_value_heads")
     # Files may hold keys and values of layers that do not use them.
     model.spare += [rf"model\.layers\.{i}\.self_attn\.(k|v)_(proj|norm)\.weight" for i in range(first_shared, layers)]
     pictures = [config.get(f"{part}_token_id") for part in ("image", "video", "audio")]
@@ -137,7 +114,7 @@ def gemma4(model: Builder) -> None:
 def _sizes(model: Builder, number: int, kind: str) -> HeadSizes:
     """Newer files list the layers whose heads differ, older ones have other names for those of full attention."""
     config, is_full = model.config, kind == "full_attention"
-    heads, head_dim = config.whole("num_attention_heads"), config.whole("head_dim", 256)
+    heads, head_dim = config.whole("num_attention_heads"), config.whole("head_dim")
     kv_heads = int(config.get("num_key_value_heads") or heads)
     listed: dict[str, Any] | None = config.get("per_layer_config")
     if listed is not None:
@@ -147,7 +124,7 @@ def _sizes(model: Builder, number: int, kind: str) -> HeadSizes:
         head_dim, kv_heads = int(own.get("head_dim", head_dim)), int(own.get("num_key_value_heads", kv_heads))
     elif is_full:
         head_dim = config.whole("global_head_dim", 512)
-        if config.get("attention_k_eq_v", False):
+        if config.get("attention_k_eq_v"):
             kv_heads = int(config.get("num_global_key_value_heads") or kv_heads)
     return HeadSizes(heads, kv_heads, head_dim, head_dim, head_dim)
 
@@ -160,7 +137,7 @@ def _attention(model: Builder, kinds: list[str], windows: list[int], first_share
     config, sizes = model.config, [_sizes(model, number, kind) for number, kind in enumerate(kinds)]
     rope, is_full = config.get("rope_parameters") or _ROPE, [kind == "full_attention" for kind in kinds]
     last = {kind: number for number, kind in enumerate(kinds[:first_shared])}
-    are_keys_values = config.get("attention_k_eq_v", False)
+    are_keys_values = config.get("attention_k_eq_v")
 
     def qkv(layer: Layer, sizes: HeadSizes) -> Matrix:
         whole = separate_qkv(bias=bias)(layer, sizes)
@@ -185,7 +162,7 @@ def _attention(model: Builder, kinds: list[str], windows: list[int], first_share
 
 def _feed_forward(layer: Layer, source: str, inner: int) -> None:
     model, config = layer.model, layer.model.config
-    if not config.get("enable_moe_block", False):
+    if not config.get("enable_moe_block"):
         config.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
         feed_forward(size=inner, after="post_feedforward_layernorm")(layer, source)
         return
@@ -207,7 +184,7 @@ def _feed_forward(layer: Layer, source: str, inner: int) -> None:
 def _embed_per_layer(model: Builder, size: int) -> None:
     """The addition of each layer to its own result: half from the token, half from the embedding, side by side."""
     hidden, columns, half = model.hidden_size, size * model.num_layers, 0.5**0.5
-    vocabulary = int(model.config.get("vocab_size_per_layer_input", 262144))
+    vocabulary = int(model.config.get("vocab_size_per_layer_input"))
     table = Weight("model.embed_tokens_per_layer.weight", (vocabulary, columns))
     model.add(Embed(table, half * size**0.5, target="per_layer"))
     model.add(Normalize(RESIDUAL, "normed", Norm("none", 0.0)))

@@ -44,20 +44,14 @@ def _fused_qkv(name: str, *, by_head: bool, bias: bool = True, transpose: bool =
 def gpt2(model: Builder) -> None:
     """Learned positions. GPT-2 stores its matrices as [depth, columns]."""
     config, is_bigcode = model.config, model.kind == "gpt_bigcode"
-    is_single = is_bigcode and config.flag("multi_query", True)
+    is_single = is_bigcode and config.flag("multi_query")
     model.read(
-        norm=_layer_norm(config.get("layer_norm_epsilon", 1e-5)), has_rotary=False, key="activation_function",
+        norm=_layer_norm(config.get("layer_norm_epsilon")), has_rotary=False, key="activation_function",
         activation="gelu_pytorch_tanh" if is_bigcode else "gelu_new", gated=False, kv_heads=1 if is_single else None,
     )  # fmt: skip
-    config.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "reorder_and_upcast_attn", "n_ctx",
-                  "num_key_value_heads", "runner_max_sequence_length", "inference_runner", "validate_runner_input",
-                  "pre_allocate_kv_cache", "max_sequence_length", "max_batch_size", "pad_key_length",
-                  "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
-                  "summary_use_proj")  # fmt: skip
-    config.expect("add_cross_attention", False)
-    scale = model.sizes.head_dim**-0.5 if config.get("scale_attn_weights", True) else 1.0
+    config.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "reorder_and_upcast_attn")
+    scale = model.sizes.head_dim**-0.5 if config.get("scale_attn_weights") else 1.0
     by_layer = config.flag("scale_attn_by_inverse_layer_idx")
-    model.layouts = ((("transformer.", ""),),)
     model.spare.append(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")
     by_head, transpose = is_bigcode and not is_single, not is_bigcode
     attend = attention(
@@ -82,13 +76,13 @@ def gpt_neox(model: Builder) -> None:
     if not is_neox:
         config.ignore("head_dim")
     model.read(
-        norm=_layer_norm(config.get("layer_norm_eps", 1e-5)), activation="gelu" if is_neox else "relu2", gated=False,
+        norm=_layer_norm(config.get("layer_norm_eps")), activation="gelu" if is_neox else "relu2", gated=False,
         part=float(config.get("rotary_pct") or 0.25) if is_neox else 0.5,
         theta_key="rotary_emb_base" if is_neox else "rope_theta",
     )  # fmt: skip
-    bias = config.flag("attention_bias", True) if is_neox else True
-    is_parallel = is_neox and config.flag("use_parallel_residual", True)
-    has_norms = not is_neox and config.flag("qk_layernorm", True)
+    bias = config.flag("attention_bias") if is_neox else True
+    is_parallel = is_neox and config.flag("use_parallel_residual")
+    has_norms = not is_neox and config.flag("qk_layernorm")
     prefix = "attention." if is_neox else "self_attn."
     if is_neox:
         model.spare.append(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)")
@@ -110,11 +104,11 @@ def falcon(model: Builder) -> None:
     config = model.config
     config.expect("alibi", False)
     is_new, bias = config.flag("new_decoder_architecture"), config.flag("bias")
-    is_parallel = bool(config.expect("parallel_attn", True)) if is_new else config.flag("parallel_attn", True)
+    is_parallel = bool(config.expect("parallel_attn", True)) if is_new else config.flag("parallel_attn")
     heads = config.whole("num_attention_heads")
-    shares, kv_heads = config.flag("multi_query", True), int(config.get("num_kv_heads") or heads)
+    shares, kv_heads = config.flag("multi_query"), int(config.get("num_kv_heads") or heads)
     model.read(
-        norm=_layer_norm(config.get("layer_norm_epsilon", 1e-5)), key="activation", activation="gelu", gated=False,
+        norm=_layer_norm(config.get("layer_norm_epsilon")), key="activation", activation="gelu", gated=False,
         kv_heads=kv_heads if is_new else 1 if shares else heads,
     )  # fmt: skip
     has_two = config.get("num_ln_in_parallel_attn") != 1 and is_new
@@ -135,11 +129,10 @@ def gptj(model: Builder) -> None:
     """Both parts read the same norm, and neighbours are rotated."""
     config, is_gptj = model.config, model.kind == "gptj"
     model.read(
-        norm=_layer_norm(config.get("layer_norm_epsilon", 1e-5)), has_rotary=False, key="activation_function",
+        norm=_layer_norm(config.get("layer_norm_epsilon")), has_rotary=False, key="activation_function",
         activation="gelu_new", gated=False, is_interleaved=is_gptj,
     )  # fmt: skip
-    width = config.whole("rotary_dim", 64)
-    config.ignore("n_ctx")
+    width = config.whole("rotary_dim")
     model.sizes, model.rotary = replace(model.sizes, rotary_dim=width), model.add_rotary(read_rotary(config, width))
     inner = int(config.get("n_inner") or 4 * model.hidden_size)
     model.spare.append(r"transformer\.h\.\d+\.attn\.(bias|masked_bias|causal_mask)")
@@ -164,10 +157,10 @@ def gpt_neo(model: Builder) -> None:
     """GPT-2 whose scores are not scaled, with windows in some layers."""
     config = model.config
     model.read(
-        norm=_layer_norm(config.get("layer_norm_epsilon", 1e-5)), has_rotary=False, key="activation_function",
+        norm=_layer_norm(config.get("layer_norm_epsilon")), has_rotary=False, key="activation_function",
         activation="gelu_new", gated=False,
     )  # fmt: skip
-    given, window = config.get("attention_types") or [[["global", "local"], 12]], config.whole("window_size", 256)
+    given, window = config.get("attention_types") or [[["global", "local"], 12]], config.whole("window_size")
     kinds = config.get("attention_layers") or [kind for one, count in given for _ in range(count) for kind in one]
     if not set(kinds) <= {"global", "local"} or len(kinds) != model.num_layers:
         raise UnsupportedConfig("it has layers of other types")
@@ -195,15 +188,13 @@ def opt(model: Builder) -> None:
         for key, value in (("do_layer_norm_before", True), ("_remove_final_layer_norm", False),
                            ("layer_norm_elementwise_affine", True), ("word_embed_proj_dim", hidden)):  # fmt: skip
             config.expect(key, value)
-        model.layouts = ((("model.decoder.", "decoder."),),)
-    config.ignore("layerdrop", "activation_dropout", *([] if is_opt else ["layer_norm_eps"]))
-    bias = config.flag("enable_bias", True) if is_opt else True
+    bias = config.flag("enable_bias") if is_opt else True
     inner = config.whole("ffn_dim" if is_opt else "intermediate_size")
     decoder(
         model, attention(out="out_proj", bias=bias),
         feed_forward(size=inner, prefix="", names=("fc1", "fc2"), bias=bias),
         norms=("self_attn_layer_norm", "final_layer_norm"), root="model.decoder." if is_opt else "biogpt.",
-        scale=hidden**0.5 if not is_opt and config.flag("scale_embedding", True) else 1.0,
+        scale=hidden**0.5 if not is_opt and config.flag("scale_embedding") else 1.0,
         positions="embed_positions", offset=2, final="final_layer_norm" if is_opt else "layer_norm",
         name="lm_head" if is_opt else "output_projection", tied_by_default=True,
     )  # fmt: skip
@@ -219,7 +210,7 @@ def starcoder2(model: Builder) -> None:
         activation="gelu_pytorch_tanh" if is_coder else "relu2", gated=False,
     )  # fmt: skip
     if is_coder:
-        bias = mlp_bias = config.flag("use_bias", True)
+        bias = mlp_bias = config.flag("use_bias")
     else:
         bias, mlp_bias = (config.flag(key, kind == "jais2") for key in ("attention_bias", "mlp_bias"))
     attend = attention(bias=bias, window=int(config.get("sliding_window") or 0) if is_coder else 0)
@@ -232,7 +223,7 @@ def stablelm(model: Builder) -> None:
     """LayerNorm, a part of each head is rotated; Phi, and StableLM if it says so, in parallel blocks."""
     config, is_phi = model.config, model.kind == "phi"
     model.read(
-        norm=_layer_norm(config.get("layer_norm_eps", 1e-5)), part=0.5 if is_phi else 0.25,
+        norm=_layer_norm(config.get("layer_norm_eps")), part=0.5 if is_phi else 0.25,
         activation="gelu_new" if is_phi else "silu", gated=not is_phi,
     )  # fmt: skip
     is_parallel = is_phi or config.flag("use_parallel_residual")

@@ -27,19 +27,6 @@ def _experts(model: Builder, factor: float, names: Sequence[str], router: str, s
 _STORED = [f"{name}.weight" for name in _NAMES], "router.layer"
 
 
-_MULTIPLIERS = {
-    "granite_docling_text": {
-        "embedding_multiplier": 12.0, "logits_scaling": 4.0, "residual_multiplier": 0.263,
-        "attention_multiplier": 0.015625,
-    }
-}  # fmt: skip
-"""Those of files that do not say them, where they are not 1."""
-
-
-def _multiplier(model: Builder, key: str) -> float:
-    return model.config.number(key, _MULTIPLIERS.get(model.kind, {}).get(key, 1.0))
-
-
 @family("granite", "granite4_vision_text", "granite_docling_text", "granite_swa", "granitemoe", "granitemoeshared",
         "granitemoe_swa")  # fmt: skip
 def granite(model: Builder) -> None:
@@ -53,14 +40,14 @@ def granite(model: Builder) -> None:
         rotary = [model.read_rotary()] * model.num_layers
     else:
         rotary = [model.read_rotary(base=theta) if theta else None for theta in thetas]
-    kinds, window = every(4, model.num_layers, at=0), config.whole("sliding_window", 128) if has_windows else 0
-    factor = _multiplier(model, "residual_multiplier")
+    kinds, window = every(4, model.num_layers, at=0), config.whole("sliding_window") if has_windows else 0
+    factor = config.number("residual_multiplier")
     attend = attention(
         bias=config.flag("attention_bias"), rotary=rotary, factor=factor, has_sinks=has_windows,
         window=model.windows(kinds, window=window) if has_windows else 0,
-        scale=_multiplier(model, "attention_multiplier"),
+        scale=model.config.number("attention_multiplier"),
     )  # fmt: skip
-    size = config.whole("shared_intermediate_size", 0) if kind in ("granitemoeshared", "granitemoe_swa") else 0
+    size = config.whole("shared_intermediate_size") if kind in ("granitemoeshared", "granitemoe_swa") else 0
     if has_experts:
         names = (["experts.gate_up_proj", "experts.down_proj"], "router") if has_windows else _STORED
         feed = _experts(model, factor, *names, feed_forward(size=size, factor=factor, **_SHARED) if size else None)
@@ -70,7 +57,7 @@ def granite(model: Builder) -> None:
 
 
 def _decoder(model: Builder, *parts: Part, **options: Any) -> None:
-    scale, logits = _multiplier(model, "embedding_multiplier"), 1 / _multiplier(model, "logits_scaling")
+    scale, logits = model.config.number("embedding_multiplier"), 1 / model.config.number("logits_scaling")
     decoder(model, *parts, scale=scale, factor=logits, **options)
 
 
@@ -79,20 +66,26 @@ def granite_hybrid(model: Builder) -> None:
     """Most layers are of Mamba 2; positions are encoded in a few models only, and few have experts."""
     config = model.config
     is_rotated = config.expect("position_embedding_type", None, "rope", "nope") == "rope"
-    config.ignore("rope_parameters", "rope_scaling", "rope_theta", "intermediate_size", "mamba_chunk_size",
-                  "num_experts_per_tok", "init_method", "layers_block_type")  # fmt: skip
-    config.expect("normalization_function", "rmsnorm")
+    config.ignore(
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "intermediate_size",
+        "mamba_chunk_size",
+        "num_experts_per_tok",
+        "layers_block_type",
+    )
     config.expect("hidden_act", "silu")  # also after the convolutions
-    model.read(eps=1e-6, has_rotary=is_rotated)
-    factor, scale = config.number("residual_multiplier", 1.0), config.number("attention_multiplier", 1.0)
+    model.read(has_rotary=is_rotated)
+    factor, scale = config.number("residual_multiplier"), config.number("attention_multiplier")
     # Older files call the layers otherwise.
     known = ("full_attention", "attention", "linear_attention", "mamba")
     attend = attention(bias=config.flag("attention_bias"), factor=factor, scale=scale)
     mamba = expanded_mamba(model, factor=factor)
     kinds = model.layer_types(["mamba"] * model.num_layers, known)
     mix = by_kind(kinds, full_attention=attend, attention=attend, linear_attention=mamba, mamba=mamba)
-    feed = feed_forward(size=config.get("shared_intermediate_size", 1024), factor=factor, **_SHARED)
-    if config.whole("num_local_experts", 8) > 0:
+    feed = feed_forward(size=config.get("shared_intermediate_size"), factor=factor, **_SHARED)
+    if config.whole("num_local_experts") > 0:
         feed = _experts(model, factor, *_STORED, feed)
     _decoder(model, mix, feed)
 
@@ -102,11 +95,11 @@ def hyperclovax(model: Builder) -> None:
     """Granite with norms after each part."""
     config = model.config
     model.read()
-    factor = config.number("residual_multiplier", 1.0)
-    after = ("post_norm1", "post_norm2") if config.flag("use_post_norm", True) else ("", "")
+    factor = config.number("residual_multiplier")
+    after = ("post_norm1", "post_norm2") if config.flag("use_post_norm") else ("", "")
     attend = attention(
         bias=config.flag("attention_bias"), scale=config.get("attention_multiplier"), factor=factor, after=after[0]
     )
     feed = feed_forward(bias=config.flag("mlp_bias"), factor=factor, after=after[1])
-    scale, logits = config.number("embedding_multiplier", 1.0), config.number("logits_scaling", 1.0)
+    scale, logits = config.number("embedding_multiplier"), config.number("logits_scaling")
     decoder(model, attend, feed, scale=scale, factor=logits)

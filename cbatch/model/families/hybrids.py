@@ -35,31 +35,25 @@ from cbatch.model.families.mixers import (
 from cbatch.model.ops.all import Activation, Gate, Linear, Matrix, Norm, Normalize
 
 
-@family("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
+@family("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 def qwen_hybrid(model: Builder) -> None:
     """Norms have weights around 0, but for those of the delta nets. Text needs none of the positions for pictures."""
     config, is_dense, is_next = model.config, "moe" not in model.kind, model.kind == "qwen3_next"
     is_dense = is_dense and not is_next
     config.expect("hidden_act", "silu")  # also after the convolutions
-    kv_heads = config.whole("num_key_value_heads", 4 if is_dense else 2)
-    norm = NormKind(config.get("rms_norm_eps", 1e-6), offset=1.0)
-    model.read(norm=norm, kv_heads=kv_heads, head_dim=256, part=0.25)
+    norm = NormKind(config.get("rms_norm_eps"), offset=1.0)
+    model.read(norm=norm, part=0.25)
     bias, interval = config.flag("attention_bias"), config.whole("full_attention_interval", 4)
     kinds = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in model.numbers]
     kinds = model.layer_types(kinds, ("full_attention", "linear_attention"))
-    config.expect("attn_output_gate", True)
-    config.expect("mamba_ssm_dtype", "float32")
-    config.ignore("image_token_id", "video_token_id", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
-                  "intermediate_size")  # fmt: skip
-    model.layouts = ((("model.", "model.language_model."),),)
-    model.spare += [r"(model\.)?visual\..*", r"mtp\..*"]
+    config.ignore("intermediate_size")
+    model.spare.append(r"mtp\..*")
     gated = attention(
         qkv=lambda layer, sizes: _with_gates(layer, sizes, bias=bias)[0], out_bias=bias, norms=head_norms(),
         gate=lambda layer, source: _gate(layer, source, bias=bias),
     )  # fmt: skip
     keys = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-    defaults = (16, 32, 128, 128, 4)
-    sizes = (config.whole(f"linear_{key}", each) for key, each in zip(keys, defaults, strict=True))
+    sizes = (config.whole(f"linear_{key}") for key in keys)
     delta = gated_delta_net(DeltaSizes(*sizes), _interleaved if is_next else _side_by_side)
     feed = feed_forward()
     if not is_dense:
@@ -119,26 +113,23 @@ _LFM_NORMS = ("operator_norm", "ffn_norm")
 def lfm2(model: Builder) -> None:
     """One has experts after a few dense layers."""
     config, prefix = model.config, "feed_forward."
-    model.read(norm=NormKind(config.get("norm_eps", 1e-5)), theta=1e6, key="")
-    config.ignore("conv_dim", "conv_dim_out", "conv_use_xavier_init", "block_use_swiglu", "block_norm_eps",
-                  "block_dim", "block_use_xavier_init", "block_mlp_init_scale", "block_out_init_scale",
-                  "num_heads")  # fmt: skip
+    model.read(norm=NormKind(config.get("norm_eps")), key="")
     attends = config.get("full_attn_idxs") or list(model.numbers)
     kinds = ["full_attention" if i in attends else "conv" for i in model.numbers]
     mix = by_kind(
         model.layer_types(kinds, ("full_attention", "conv")),
         full_attention=attention(out="out_proj", norms=head_norms(*LAYERNORMS)),
-        conv=gated_convolution(config.whole("conv_L_cache", 3), bias=config.flag("conv_bias")),
+        conv=gated_convolution(config.whole("conv_L_cache"), bias=config.flag("conv_bias")),
     )
     if model.kind == "lfm2":
         feed = feed_forward(size=_feed_forward_size(model), prefix=prefix, names=_LFM_NAMES)
     else:
         router = {
             "name": prefix + "gate", "scores": "sigmoid", "normalize": config.flag("norm_topk_prob", True),
-            "choice_bias": prefix + "expert_bias" if config.get("use_expert_bias", True) else "", "epsilon": 1e-6,
-            "factor": config.number("routed_scaling_factor", 1.0),
+            "choice_bias": prefix + "expert_bias" if config.get("use_expert_bias") else "", "epsilon": 1e-6,
+            "factor": config.number("routed_scaling_factor"),
         }  # fmt: skip
-        dense, size = config.whole("num_dense_layers", 2), config.whole("intermediate_size")
+        dense, size = config.whole("num_dense_layers"), config.whole("intermediate_size")
         feed = mixture(
             config.whole("num_experts"), config.whole("moe_intermediate_size"), router, prefix=prefix + "experts.",
             names=_LFM_NAMES, sparse=[i >= dense for i in model.numbers],
@@ -153,8 +144,8 @@ def _feed_forward_size(model: Builder) -> int:
     """Two thirds of what the file says, up to a multiple."""
     config = model.config
     size = int(config.first("block_ff_dim", "intermediate_size"))
-    factor, multiple = config.get("block_ffn_dim_multiplier", 1.0), config.whole("block_multiple_of", 256)
-    if not config.get("block_auto_adjust_ff_dim", True):
+    factor, multiple = config.get("block_ffn_dim_multiplier"), config.whole("block_multiple_of")
+    if not config.get("block_auto_adjust_ff_dim"):
         return size
     size = int(2 * size / 3)
     if factor is None:
@@ -170,7 +161,7 @@ def lfm3(model: Builder) -> None:
     kinds = ["conv" if i % 2 or i == 0 else "full_attention" if i % 4 == 2 else "sliding_attention"
              for i in model.numbers]  # fmt: skip
     kinds = model.layer_types(kinds, ("full_attention", "sliding_attention", "conv"))
-    window = int(config.get("sliding_window", 256) or 0)
+    window = int(config.get("sliding_window") or 0)
     defaults = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
@@ -180,7 +171,7 @@ def lfm3(model: Builder) -> None:
         kind: model.read_rotary(layer_type=kind, settings=None if is_given else defaults[kind])
         for kind in sorted(set(kinds) - {"conv"})
     }
-    after = ("post_operator_norm", "post_ffn_norm") if config.flag("use_sandwich_norm", True) else ("", "")
+    after = ("post_operator_norm", "post_ffn_norm") if config.flag("use_sandwich_norm") else ("", "")
 
     def gate(layer: Layer, source: str) -> Gate:
         matrix = layer.matrix("self_attn.gate_proj", model.sizes.heads, model.hidden_size)
@@ -190,9 +181,9 @@ def lfm3(model: Builder) -> None:
     attend = attention(
         bias=config.flag("attention_bias"), rotary=[rotaries.get(kind) for kind in kinds], norms=head_norms(),
         window=[window if kind == "sliding_attention" else 0 for kind in kinds], after=after[0],
-        gate=gate if config.flag("use_attention_gate", True) else None,
+        gate=gate if config.flag("use_attention_gate") else None,
     )  # fmt: skip
-    conv = gated_convolution(config.whole("conv_L_cache", 7), bias=config.flag("conv_bias"), after=after[0])
+    conv = gated_convolution(config.whole("conv_L_cache"), bias=config.flag("conv_bias"), after=after[0])
     mix = by_kind(kinds, conv=conv, full_attention=attend, sliding_attention=attend)
     feed = feed_forward(prefix="feed_forward.", names=_LFM_NAMES, after=after[1])
     decoder(model, mix, feed, norms=_LFM_NORMS, final="embedding_norm", tied_by_default=True)
@@ -208,9 +199,9 @@ _LETTERS = {"M": _MAMBA, "*": _ATTENTION, "E": _EXPERTS, "-": _DENSE}
 def bamba(model: Builder) -> None:
     """A feed-forward part in every layer, and heads of which a half is rotated."""
     config = model.config
-    model.read(eps=1e-5, part=0.5)
+    model.read(part=0.5)
     config.expect("hidden_act", "silu")  # also after the convolutions
-    config.ignore("attn_rotary_emb", "mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient")
+    config.ignore("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient")
     attends = config.get("attn_layer_indices") or []
     mix = by_kind(
         ["attention" if i in attends else "mamba" for i in model.numbers],
@@ -224,10 +215,9 @@ def bamba(model: Builder) -> None:
 def falcon_h1(model: Builder) -> None:
     """Mamba and attention read the same norm in every layer. There are multipliers everywhere."""
     config = model.config
-    model.read(eps=1e-5)
+    model.read()
     config.expect("hidden_act", "silu")  # also after the convolutions
-    config.ignore("mamba_chunk_size", "num_logits_to_keep", "mamba_use_mlp", "time_step_rank", "time_step_min",
-                  "time_step_max", "time_step_floor")  # fmt: skip
+    config.ignore("mamba_chunk_size", "num_logits_to_keep")
 
     def multiplier(name: str) -> float:
         return float(config.get(f"{name}_multiplier", 1.0))
@@ -238,7 +228,7 @@ def falcon_h1(model: Builder) -> None:
     if config.flag("mamba_proj_bias") and comes_in != 1:
         raise UnsupportedConfig("its recurrent layers have biases and a multiplier of their input")
     mamba = expanded_mamba(
-        model, has_norm=config.flag("mamba_rms_norm"), gate_first=not config.get("mamba_norm_before_gate", True),
+        model, has_norm=config.flag("mamba_rms_norm"), gate_first=not config.get("mamba_norm_before_gate"),
         out_bias=config.flag("projectors_bias"), factor=multiplier("ssm_out"),
         multipliers=[comes_in * float(one) for one in config.get("ssm_multipliers") or [1.0] * 5],
     )  # fmt: skip
@@ -274,32 +264,40 @@ def nemotron_h(model: Builder) -> None:
     """Each layer is one part: Mamba, attention without positions, a feed-forward part or experts, all without gates."""
     config, prefix = model.config, "mixer."
     model.read(
-        norm=NormKind(config.get("layer_norm_epsilon", 1e-5)), has_rotary=False, key="mlp_hidden_act",
+        norm=NormKind(config.get("layer_norm_epsilon")), has_rotary=False, key="mlp_hidden_act",
         activation="relu2", gated=False, head_dim=128,
     )  # fmt: skip
     config.expect("mamba_hidden_act", "silu")
-    config.expect("attention_bias", False)
-    config.expect("mamba_ssm_cache_dtype", "float32")
-    config.ignore("sliding_window", "use_mamba_kernels", "chunk_size", "expand", "time_step_max", "time_step_limit",
-                  "time_step_floor", "moe_shared_expert_overlap", "num_nextn_predict_layers", "mtp_layers_block_type",
-                  "mtp_hybrid_override_pattern", "mamba_proj_bias", "residual_in_fp32", "rescale_prenorm_residual",
-                  "num_logits_to_keep", "intermediate_size", "n_shared_experts", "num_hidden_layers", "rope_theta",
-                  "rope_parameters", "partial_rotary_factor", "norm_eps", "rms_norm_eps", "attention_head_dim",
-                  "time_step_rank")  # fmt: skip
-    model.layouts = ((("model.", "backbone."),),)
+    config.ignore(
+        "sliding_window",
+        "use_mamba_kernels",
+        "chunk_size",
+        "expand",
+        "time_step_max",
+        "time_step_limit",
+        "time_step_floor",
+        "mtp_layers_block_type",
+        "mtp_hybrid_override_pattern",
+        "num_logits_to_keep",
+        "intermediate_size",
+        "num_hidden_layers",
+        "rope_theta",
+        "rope_parameters",
+        "partial_rotary_factor",
+    )
     model.spare.append(r"mtp\..*")
     scan = ScanSizes(
-        heads=config.whole("mamba_num_heads", 128),
-        head_dim=config.whole("mamba_head_dim", 64),
-        groups=config.whole("n_groups", 8),
-        state_size=config.whole("ssm_state_size", 128),
-        kernel=config.whole("conv_kernel", 4),
-        limits=(config.number("time_step_min", 0.001), math.inf),
+        heads=config.whole("mamba_num_heads"),
+        head_dim=config.whole("mamba_head_dim"),
+        groups=config.whole("n_groups"),
+        state_size=config.whole("ssm_state_size"),
+        kernel=config.whole("conv_kernel"),
+        limits=(config.number("time_step_min"), math.inf),
     )
     kinds, bias = _nemotron_layers(model), config.flag("mlp_bias")
     parts = {
         _MAMBA: mamba2(
-            scan, prefix=prefix, bias=config.flag("use_bias"), conv_bias=config.flag("use_conv_bias", True)
+            scan, prefix=prefix, bias=config.flag("use_bias"), conv_bias=config.flag("use_conv_bias")
         ),
         _ATTENTION: attention(prefix=prefix),
         _DENSE: feed_forward(prefix=prefix, bias=bias),
@@ -313,28 +311,29 @@ def nemotron_h(model: Builder) -> None:
 def mamba2_alone(model: Builder) -> None:
     """Nothing but Mamba 2, which knows no positions."""
     config = model.config
-    model.norm, model.max_model_len = NormKind(config.get("layer_norm_epsilon", 1e-5)), 2**18
+    model.norm, model.max_model_len = NormKind(config.get("layer_norm_epsilon")), 2**18
     config.expect("hidden_act", "silu")
-    config.ignore("chunk_size", "time_step_rank", "time_step_min", "time_step_max", "time_step_floor",
-                  "residual_in_fp32", "rescale_prenorm_residual")  # fmt: skip
-    heads, head_dim = config.whole("num_heads", 128), config.whole("head_dim", 64)
+    config.ignore(
+        "chunk_size", "time_step_rank", "time_step_min", "time_step_max", "time_step_floor", "residual_in_fp32"
+    )
+    heads, head_dim = config.whole("num_heads"), config.whole("head_dim")
     low, high = map(number, config.get("time_step_limit") or (0.0, math.inf))
     sizes = ScanSizes(
-        heads, head_dim, config.whole("n_groups", 8), config.whole("state_size", 128), config.whole("conv_kernel", 4),
+        heads, head_dim, config.whole("n_groups"), config.whole("state_size"), config.whole("conv_kernel"),
         (low, high),
     )  # fmt: skip
-    if sizes.inner != int(config.number("expand", 2) * model.hidden_size):
+    if sizes.inner != int(config.number("expand") * model.hidden_size):
         raise UnsupportedConfig("the heads of its recurrent layers do not fit its size")
-    mix = mamba2(sizes, prefix="mixer.", bias=config.flag("use_bias"), conv_bias=config.flag("use_conv_bias", True))
-    model.layouts = ((("backbone.embeddings.", "backbone.embedding."),),)
+    mix = mamba2(sizes, prefix="mixer.", bias=config.flag("use_bias"), conv_bias=config.flag("use_conv_bias"))
+    model.renamed = (("backbone.embedding.", "backbone.embeddings."),)
     decoder(model, mix, norms=("norm",), root="backbone.", embed="embeddings", final="norm_f")
 
 
 def _nemotron_experts(model: Builder, prefix: str, *, bias: bool) -> Part:
     """Experts beside a feed-forward part for all tokens; those of Nemotron 3 Super may read and give a latent."""
     config, hidden, names = model.config, model.hidden_size, ("up_proj", "down_proj")
-    count, size = config.whole("n_routed_experts", 8), config.whole("moe_intermediate_size", 7688)
-    shared, latent = config.whole("moe_shared_expert_intermediate_size", 7688), config.get("moe_latent_size")
+    count, size = config.whole("n_routed_experts"), config.whole("moe_intermediate_size", 7688)
+    shared, latent = config.whole("moe_shared_expert_intermediate_size"), config.get("moe_latent_size")
     router = {"name": prefix + "gate"} | biased_router(config, prefix + "gate.e_score_correction_bias")
     beside = feed_forward(size=shared, prefix=prefix + "shared_experts.", bias=bias)
     if latent is None:

@@ -13,25 +13,20 @@ from cbatch.model.families.rotary import read_rotary, rope_settings
 from cbatch.model.ops.all import Activation, HeadNorms, Norm, Normalize, Weight
 from cbatch.model.weight import RESIDUAL
 
-_WITH_PICTURES = {"qwen2_vl_text": 1e6, "qwen2_5_vl_text": 1e6, "qwen2_5_omni_text": 1e6, "qwen3_vl_text": 5e5}
-"""Text models of Qwen's with pictures, and the bases of their rotations."""
 
-
-@family("llama", "mistral", "qwen2", "qwen3", "internlm3", "iquestcoder", "emu3", "emu3_text_model", "ministral",
-        "cwm", "seed_oss", "mimo", *_WITH_PICTURES)  # fmt: skip
+@family("llama", "mistral", "qwen2", "qwen3", "internlm3", "iquestcoder", "emu3_text_model", "ministral", "cwm",
+        "seed_oss", "mimo", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "qwen3_vl_text")  # fmt: skip
 def llama(model: Builder) -> None:
     """Qwen 2 has biases, Qwen 3 norms of queries and keys, Mistral and Qwen windows. MiMo drafts with more layers."""
     config, kind = model.config, model.kind
-    model.read(theta=_WITH_PICTURES.get(kind, 1e4))
+    model.read()
     is_qwen2 = kind.startswith("qwen2") or kind == "mimo"
     if kind == "mimo":
         config.expect("attention_bias", True)
-        config.ignore("num_nextn_predict_layers")
         model.spare.append(r"model\.mtp_layers\..*")
     bias = is_qwen2 or config.flag("attention_bias", config.get("qkv_bias", kind == "seed_oss"))
     out_bias = config.flag("attention_out_bias") if kind == "seed_oss" else bias and not is_qwen2
     mlp_bias = config.flag("mlp_bias", config.get("bias", False))
-    config.expect("clip_qkv", None)
     norms = head_norms() if kind.startswith("qwen3") else None
     attend = attention(qkv_bias=bias, out_bias=out_bias, window=_windows(model), norms=norms)
     decoder(model, attend, feed_forward(bias=mlp_bias))
@@ -50,8 +45,6 @@ def _windows(model: Builder) -> list[int]:
     if kinds is not None:
         config.ignore("max_window_layers")
         return model.windows()
-    if "sliding_window" not in config.values:  # the class has a default
-        raise UnsupportedConfig("its config.json has no sliding_window")
     window = int(config.get("sliding_window") or 0)
     if kind == "cwm":
         return [0 if layer % 4 == 0 else window for layer in model.numbers]
@@ -63,9 +56,9 @@ def _windows(model: Builder) -> list[int]:
 def exaone(model: Builder) -> None:
     """Llama with the names of GPT-2."""
     config = model.config
-    key = "activation_function" if "activation_function" in config.values else "hidden_act"
+    key = "activation_function" if config.has("activation_function") else "hidden_act"
     norm = NormKind(config.first("rms_norm_eps", "layer_norm_epsilon"))
-    model.read(norm=norm, key=key, theta=5e5)
+    model.read(norm=norm, key=key)
     decoder(
         model, attention(prefix="attn.attention.", out="out_proj", bias=config.flag("attention_bias")),
         feed_forward(names=("c_fc_0", "c_fc_1", "c_proj"), bias=config.flag("mlp_bias")), norms=("ln_1", "ln_2"),
@@ -77,8 +70,8 @@ def exaone(model: Builder) -> None:
 def smollm3(model: Builder) -> None:
     """Every fourth layer has no positions."""
     config = model.config
-    model.read(theta=2e6)
-    interval = config.whole("no_rope_layer_interval", 4)
+    model.read()
+    interval = config.whole("no_rope_layer_interval")
     has_rope = config.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in model.numbers]
     is_windowed = config.flag("use_sliding_window") and config.get("sliding_window") is not None
     kinds = ["sliding_attention" if is_windowed and not has_rope[i] else "full_attention" for i in model.numbers]
@@ -92,7 +85,7 @@ def ministral3(model: Builder) -> None:
     """Queries grow with the position, once it is past the context of pretraining."""
     config = model.config
     model.read(has_rotary=False)
-    rope = rope_settings(config, None, 1e6, "rope_theta", None)
+    rope = rope_settings(config)
     floor, beta = float(rope["original_max_position_embeddings"]), float(rope["llama_4_scaling_beta"])
     plain = read_rotary(config, model.sizes.head_dim)
     model.rotary = model.add_rotary(replace(plain, scale_beta=beta, scale_floor=floor))
@@ -105,8 +98,8 @@ def plain_kin(model: Builder) -> None:
     config, kind, is_arcee = model.config, model.kind, model.kind == "arcee"
     is_ernie = kind in ("ernie4_5", "paddleocr_vl_text")
     model.read(
-        theta=5e5 if is_ernie else 1e5 if kind == "helium" else 1e4, is_interleaved=kind in ("ernie4_5", "helium"),
-        gated=not is_arcee, activation="relu2" if is_arcee else "silu",
+        is_interleaved=kind in ("ernie4_5", "helium"), gated=not is_arcee,
+        activation="relu2" if is_arcee else "silu",
     )  # fmt: skip
     bias = mlp_bias = config.flag("use_bias" if is_ernie else "attention_bias")
     if not is_ernie:
@@ -133,7 +126,7 @@ def apertus(model: Builder) -> None:
 @family("hunyuan_v1_dense", "hunyuan_vl_text")
 def hunyuan(model: Builder) -> None:
     """Norms of queries and keys come after the rotation."""
-    model.config.ignore("attention_head_dim", "org_vocab_size", "pad_id")
+    model.config.ignore("attention_head_dim", "org_vocab_size")
     decoder(model, hunyuan_attention(model), feed_forward(), tied_by_default=model.kind == "hunyuan_vl_text")
 
 
@@ -142,8 +135,7 @@ def hunyuan_attention(model: Builder) -> Part:
     config = model.config
     model.read(has_rotary=False)
     config["head_dim"]
-    config.ignore("eod_token_id")
-    head_dim, rope = model.sizes.head_dim, rope_settings(config, None, 1e4, "rope_theta", None)
+    head_dim, rope = model.sizes.head_dim, rope_settings(config)
     rotary = read_rotary(config, head_dim, aliases={"xdrope": "dynamic"})
     if rope.get("rope_type", rope.get("type")) in ("dynamic", "xdrope") and rope.get("alpha"):
         theta = rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2))
@@ -158,12 +150,12 @@ def hunyuan_attention(model: Builder) -> Part:
 def nanochat(model: Builder) -> None:
     """Norms without weights, also of the embedding; rotations go backwards, and queries and keys are normed after."""
     config = model.config
-    norm = NormKind(config.get("rms_norm_eps", 1e-6), has_weight=False)
+    norm = NormKind(config.get("rms_norm_eps"), has_weight=False)
     model.read(norm=norm, has_rotary=False, activation="relu2", gated=False)
     forward = read_rotary(config, model.sizes.head_dim)
     model.rotary = model.add_rotary(replace(forward, inv_freq=tuple(-step for step in forward.inv_freq)))
     attend = attention(bias=config.flag("attention_bias"), norms=head_norms(last=True))
-    softcap = config.get("final_logit_softcapping", 15.0)
+    softcap = config.get("final_logit_softcapping")
     normalize = Normalize(RESIDUAL, RESIDUAL, Norm("rms", norm.eps))
     decoder(model, attend, feed_forward(names=("fc1", "fc2")), before=lambda: model.add(normalize), softcap=softcap)
 
@@ -184,15 +176,10 @@ def olmo2(model: Builder) -> None:
     EXAONE rotates only in its windows, if it has any.
     """
     config, kind, is_exaone = model.config, model.kind, model.kind.startswith("exaone")
-    model.read(eps=1e-5, has_rotary=False)
+    model.read(has_rotary=False)
     windows = [0] * model.num_layers if kind == "olmo2" else _optional_windows(model)
-    if kind == "olmo3":  # older files scale full attention only
-        plain = {"rope_theta": config.get("rope_theta") or 5e5} if config.get("rope_scaling") else None
-        types = ["sliding_attention" if window else "full_attention" for window in windows]
-        rotaries = [
-            model.read_rotary(layer_type=name, theta=5e5, settings=plain if name == "sliding_attention" else None)
-            for name in types
-        ]
+    if kind == "olmo3":
+        rotaries = model.read_rotaries(windows, config.default("rope_theta"))
     else:
         rotaries = [model.read_rotary()] * model.num_layers
     is_rotated = [not is_exaone or bool(window) or not any(windows) for window in windows]
@@ -207,33 +194,28 @@ def olmo2(model: Builder) -> None:
 
 def _optional_windows(model: Builder) -> list[int]:
     config = model.config
-    if config.get("sliding_window", 4096) is None:
+    if config.get("sliding_window") is None:
         config.ignore("sliding_window_pattern", "layer_types")
         return [0] * model.num_layers
-    pattern = config.get("sliding_window_pattern", 4)
+    pattern = config.get("sliding_window_pattern")
     period = pattern if isinstance(pattern, int) else 4  # a word beside `layer_types`, which count
-    return model.windows(every(period, model.num_layers), window=config.whole("sliding_window", 4096))
+    return model.windows(every(period, model.num_layers), window=config.whole("sliding_window"))
 
 
 @family("cohere", "cohere2")
 def cohere(model: Builder) -> None:
     """LayerNorm without bias, neighbours are rotated, logits scaled. Cohere 2 rotates only in its windows."""
     config, is_second = model.config, model.kind == "cohere2"
-    norm = NormKind(config.get("layer_norm_eps", 1e-5), "layer")
-    model.read(norm=norm, theta=1e4 if is_second else 5e5, is_interleaved=True)
+    norm = NormKind(config.get("layer_norm_eps"), "layer")
+    model.read(norm=norm, is_interleaved=True)
     kinds = every(config.whole("sliding_window_pattern", 4), model.num_layers)
     windows = model.windows(kinds) if is_second else [0] * model.num_layers
-    config.ignore(
-        "use_parallel_block", "use_parallel_embedding", "order_of_interleaved_layers", "position_embedding_type",
-        "rotary_pct", "use_embedding_sharing", "use_gated_activation", "layer_switch", "cache_implementation",
-        "_sliding_window_pattern",
-    )  # fmt: skip
     has_norms = not is_second and config.flag("use_qk_norm")
     attend = attention(
         bias=config.flag("attention_bias"), window=windows, norms=_norms if has_norms else None,
         rotary=[model.rotary if window or not is_second else None for window in windows],
     )  # fmt: skip
-    factor = config.number("logit_scale", 0.0625)
+    factor = config.number("logit_scale")
     decoder(model, attend, feed_forward(), norms=("input_layernorm", None), tied_by_default=True, factor=factor)
 
 

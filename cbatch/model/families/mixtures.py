@@ -25,9 +25,9 @@ from cbatch.model.ops.all import Gate, Linear
 def phimoe(model: Builder) -> None:
     """LayerNorm, and two experts that are weighed one after the other."""
     config, prefix = model.config, "block_sparse_moe."
-    norm = NormKind(config.get("rms_norm_eps", 1e-5), "layer", has_bias=True)
+    norm = NormKind(config.get("rms_norm_eps"), "layer", has_bias=True)
     model.read(norm=norm, has_rotary=False)
-    rope = rope_settings(config, None, 1e6, "rope_theta", None)
+    rope = rope_settings(config)
     if "long_mscale" in rope:
         if rope["long_mscale"] != rope.get("short_mscale"):
             raise UnsupportedConfig("its rotary embedding has another factor for long texts")
@@ -48,32 +48,29 @@ def phimoe(model: Builder) -> None:
 def mimo_v2_flash(model: Builder) -> None:
     """Windows have sinks, twice the KV heads and another base. Files of its authors have other names for that."""
     config, layers = model.config, model.num_layers
-    norm = NormKind(config.get("rms_norm_eps", config.get("layernorm_epsilon", 1e-5)))
+    norm = NormKind(config["rms_norm_eps"])
     model.read(norm=norm, has_rotary=False, head_dim=192)
     kv_heads = model.sizes.kv_heads
     if model.sizes.heads % (2 * kv_heads):
         raise UnsupportedConfig(f"its {model.sizes.heads} query heads cannot share {2 * kv_heads} KV heads")
-    value_dim, pattern = config.whole("v_head_dim", 128), config.get("hybrid_layer_pattern")
+    value_dim, pattern = config.whole("v_head_dim"), config.get("hybrid_layer_pattern")
     for key, value in (("num_attention_heads", model.sizes.heads), ("num_key_value_heads", 2 * kv_heads),
                        ("head_dim", model.sizes.head_dim), ("v_head_dim", value_dim)):  # fmt: skip
         config.expect(f"swa_{key}", value)
-    config.expect("add_swa_attention_sink_bias", True)
-    config.expect("add_full_attention_sink_bias", False)
-    config.expect("n_shared_experts", None)
-    config.ignore("attention_chunk_size", "scoring_func", "topk_method")
+    config.ignore("attention_chunk_size")
     pattern = pattern or [int(i > 0 and (i + 1) % 6 > 0) for i in model.numbers]
     kinds = model.layer_types(["sliding_attention" if one else "full_attention" for one in pattern])
     is_windowed = [kind == "sliding_attention" for kind in kinds]
-    before, window = config.get("sliding_window_size"), config.whole("sliding_window", 129)
+    before, window = config.get("sliding_window_size"), config.whole("sliding_window")
     window = window if before is None else int(before) + 1
     rotaries = {
         kind: model.read_rotary(
-            layer_type=kind, part=0.334, theta=1e4 if kind == "sliding_attention" else 5e6,
+            layer_type=kind, part=0.334,
             theta_key="swa_rope_theta" if kind == "sliding_attention" else "rope_theta",
         )
         for kind in sorted(set(kinds))
     }  # fmt: skip
-    sizes, factor = replace(model.sizes, value_dim=value_dim), config.get("attention_value_scale", 0.707)
+    sizes, factor = replace(model.sizes, value_dim=value_dim), config.get("attention_value_scale")
     attend = attention(
         sizes=[replace(sizes, kv_heads=2 * kv_heads) if one else sizes for one in is_windowed],
         qkv_bias=config.flag("attention_bias"), rotary=[rotaries[kind] for kind in kinds],
@@ -83,7 +80,7 @@ def mimo_v2_flash(model: Builder) -> None:
     sparse, frequency = config.get("mlp_layer_types"), config.get("moe_layer_freq")
     model.spare.append(r"model\.mtp\..*")
     feed = mixture(
-        num_experts(config, "n_routed_experts"), config.whole("moe_intermediate_size", 2048), biased_router(config),
+        num_experts(config, "n_routed_experts"), config.whole("moe_intermediate_size"), biased_router(config),
         sparse=sparse_by_type(sparse) if sparse else [bool(one) for one in frequency or [0] + [1] * (layers - 1)],
     )  # fmt: skip
     decoder(model, attend, feed)
@@ -94,18 +91,18 @@ def windowed_moe(model: Builder) -> None:
     """Windows rotate, and full attention only in Laguna. That has a gate for each head or number, Flint has sinks."""
     config, layers, kind = model.config, model.num_layers, model.kind
     is_laguna, is_kolibri, is_flint = (kind == one for one in ("laguna", "kolibri1", "flint"))
-    model.read(eps=1e-6, has_rotary=False, head_dim=128)
+    model.read(has_rotary=False, head_dim=128)
     full = [is_laguna or i < 2 or i % 4 == 1 or i == layers - 1 for i in model.numbers]
     kinds = every(5, layers) if is_kolibri else ["full_attention" if one else "sliding_attention" for one in full]
-    windows = model.windows(kinds, window=config.whole("sliding_window", 512 if is_laguna else 513))
+    windows = model.windows(kinds, window=config.whole("sliding_window"))
     if is_laguna:
-        part = 1.0 if config.get("rope_parameters") else 0.5
+        usual = {"full_attention": {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
+                 "sliding_attention": {"rope_theta": 1e4}}  # fmt: skip
+        is_given = bool(config.get("rope_parameters"))
+        types = ["sliding_attention" if window else "full_attention" for window in windows]
         rotary: list[int | None] = [
-            model.read_rotary(layer_type="sliding_attention", theta=1e4, part=1.0)
-            if window else model.read_rotary(layer_type="full_attention", theta=5e5, part=part)
-            for window in windows
-        ]  # fmt: skip
-        config.expect("moe_apply_router_weight_on_input", False)
+            model.read_rotary(layer_type=one, part=1.0, settings=None if is_given else usual[one]) for one in types
+        ]
         config.expect("moe_router_logit_softcapping", 0.0)
     else:
         rotary = [model.read_rotary() if window else None for window in windows]
@@ -139,7 +136,7 @@ def windowed_moe(model: Builder) -> None:
     elif is_flint:
         sparse = sparse_layers(config, layers, dense=[0, 1])
     feed = mixture(
-        num_experts(config), config.whole("moe_intermediate_size", 512),
+        num_experts(config), config.whole("moe_intermediate_size"),
         {"normalize": normalize, "factor": factor, **routers[kind]},
         shared=config.whole("shared_expert_intermediate_size", 1024 if is_flint else 512),
         shared_prefix="mlp.shared_experts." if is_kolibri else "mlp.shared_expert.", sparse=sparse,
@@ -153,18 +150,18 @@ def cohere2_moe(model: Builder) -> None:
     """Cohere 2 with experts, and maybe with RMSNorm. Dense layers may rotate in full attention, too."""
     config = model.config
     eps, dense = config.get("rms_norm_eps"), config.whole("first_k_dense_replace", 0)
-    norm = NormKind(config.get("layer_norm_eps", 1e-5), "layer") if eps is None else NormKind(eps)
+    norm = NormKind(config.get("layer_norm_eps"), "layer") if eps is None else NormKind(eps)
     model.read(norm=norm, is_interleaved=True, head_dim=128)
-    periods = config.whole("prefix_dense_sliding_window_pattern", 1), config.whole("sliding_window_pattern", 4)
+    periods = config.whole("prefix_dense_sliding_window_pattern"), config.whole("sliding_window_pattern")
     windows = model.windows(every(periods[0], dense) + every(periods[1], model.num_layers - dense))
     kinds = config.get("mlp_layer_types") or ["dense"] * dense + ["sparse"] * (model.num_layers - dense)
-    sparse, shared = sparse_by_type(kinds), config.whole("num_shared_experts", 0)
+    sparse, shared = sparse_by_type(kinds), config.whole("num_shared_experts")
     is_rotated = [bool(window) or (periods[0] == 1 and not one) for window, one in zip(windows, sparse, strict=True)]
     is_softmax = config.expect("expert_selection_fn", "softmax", "sigmoid") == "softmax"
     mean = shared > 0 and config.expect("shared_expert_combination_strategy", "average", "sum") == "average"
     router = {
         "scores": "softmax_of_chosen" if is_softmax else "sigmoid_of_chosen", "factor": 0.5 if mean else 1.0,
-        "normalize": not is_softmax and config.flag("norm_topk_prob", True),
+        "normalize": not is_softmax and config.flag("norm_topk_prob"),
     }  # fmt: skip
     size, dense_size = config.whole("intermediate_size"), config.get("prefix_dense_intermediate_size")
     beside = feed_forward(size=size * shared, prefix="mlp.shared_experts.", factor=0.5 if mean else 1.0)
@@ -178,5 +175,5 @@ def cohere2_moe(model: Builder) -> None:
     )  # fmt: skip
     decoder(
         model, attend, feed, norms=("input_layernorm", None), tied_by_default=True,
-        factor=config.number("logit_scale", 0.0625),
+        factor=config.number("logit_scale"),
     )  # fmt: skip

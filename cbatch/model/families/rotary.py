@@ -18,7 +18,6 @@ def read_rotary(
     head_dim: int,
     *,
     layer_type: str | None = None,
-    theta: float = 10000.0,
     theta_key: str = "rope_theta",
     part: float | None = None,
     base: float | None = None,
@@ -27,7 +26,6 @@ def read_rotary(
 ) -> Rotary:
     """The rotary settings of a model, or of its layers of one type.
 
-    theta:     of files that do not say it
     theta_key: of older files
     part:      of a head that is rotated, of files that do not say it; None: the family rotates whole heads, unless
                frequencies are scaled
@@ -36,7 +34,7 @@ def read_rotary(
     aliases:   what the family understands by names of kinds
     Raises UnsupportedConfig for kinds that are not known.
     """
-    rope = rope_settings(config, layer_type, theta, theta_key, part)
+    rope = rope_settings(config, layer_type, theta_key, part)
     if settings is not None:
         rope = {"partial_rotary_factor": 1.0, **settings}
     if base is not None:
@@ -73,7 +71,7 @@ def read_rotary(
 
 
 def rope_settings(
-    config: ConfigReader, layer_type: str | None, theta: float, theta_key: str, part: float | None
+    config: ConfigReader, layer_type: str | None = None, theta_key: str = "rope_theta", part: float | None = None
 ) -> dict[str, Any]:
     """The settings in one dictionary; older files have other names for them."""
     given: dict[str, Any] = {}
@@ -82,7 +80,7 @@ def rope_settings(
         if layer_type is not None and layer_type in found:
             found = found[layer_type] or {}
         given |= found
-    given.setdefault("rope_theta", config.get(theta_key) or theta)
+    given.setdefault("rope_theta", config.get(theta_key) or config["rope_theta"])
     given.setdefault("partial_rotary_factor", config.get("partial_rotary_factor") or part or 1.0)
     original = config.get("original_max_position_embeddings")
     if original is not None:

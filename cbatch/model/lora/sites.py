@@ -12,6 +12,7 @@ from cbatch.model.ops.experts import Experts, Route
 from cbatch.model.ops.head import Head
 from cbatch.model.ops.linear import Linear
 from cbatch.model.ops.program import Program
+from cbatch.model.tensor_names import PREFIXES
 from cbatch.model.weight import Weight, weights_of
 
 
@@ -82,10 +83,7 @@ def _names(program: Program, module: str) -> Iterator[str]:
     """The names that a program may have for the weight of a module."""
     name = f"{module}.weight"
     yield name
-    for layout in program.layouts:
-        for ours, theirs in layout:
-            if name.startswith(theirs):
-                yield ours + name.removeprefix(theirs)
+    yield from (program.root + name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix))
 
 
 def _why_no_linear(program: Program, module: str) -> str:

@@ -17,7 +17,6 @@ from cbatch.model.ops.linear import Linear as Linear
 from cbatch.model.ops.normalize import GatedNorm as GatedNorm
 from cbatch.model.ops.normalize import Normalize as Normalize
 from cbatch.model.ops.operation import Operation as Operation
-from cbatch.model.ops.program import Layout as Layout
 from cbatch.model.ops.program import Program as Program
 from cbatch.model.ops.program import Rotary as Rotary
 from cbatch.model.ops.scale import Scale as Scale

@@ -62,10 +62,6 @@ class Rotary:
         return 1 + self.scale_beta * torch.log1p(steps)
 
 
-Layout = tuple[tuple[str, str], ...]
-"""Beginnings of names here, and what files have instead."""
-
-
 @dataclass(frozen=True)
 class Program:
     """A model, ready to be run.
@@ -78,7 +74,9 @@ class Program:
     embedding:     what token ids are looked up in first
     head:          the matrix of the output head, which is the embedding if it `is_tied`
     replaced_ids:  token ids that stand for something else than text, and what is embedded instead
-    layouts:       other ways in which files name the weights
+    root:          how the names of its weights begin, but for that of the head
+    renamed:       how else names begin in files, and what that stands for
+    is_wrapped:    it lies in a larger model, whose other weights are not used
     spare:         regular expressions of weights that the files may hold and that are not used
     notes:         what people should know of it, in sentences
     """
@@ -96,7 +94,9 @@ class Program:
     head: Matrix
     is_tied: bool
     replaced_ids: Mapping[int, int] = field(default_factory=dict)
-    layouts: tuple[Layout, ...] = ()
+    root: str = ""
+    renamed: tuple[tuple[str, str], ...] = ()
+    is_wrapped: bool = False
     spare: tuple[str, ...] = ()
     states: tuple[StateShape, ...] = ()
     notes: tuple[str, ...] = ()

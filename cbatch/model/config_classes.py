@@ -1,0 +1,113 @@
+"""What transformers' configuration classes have, and which keys of a config.json its models read.
+
+The table is made from transformers' source by `python -m scripts.config_classes`, so nothing here imports it. A key
+that nothing reads cannot change a result; published files are full of those.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PATH = Path(__file__).with_suffix(".json")
+
+SAME_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2", "exaone4_5_text": "exaone4"}
+"""Types of published files whose own code computes what a type of transformers does."""
+
+LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention",
+               "deepseek_sparse_attention": "indexed_attention"}  # fmt: skip
+"""Older names of types of layers."""
+
+_OF_ALL = (
+    "architectures", "eos_token_id", "dtype", "torch_dtype", "quantization_config", "image_token_id",
+    "image_token_index", "video_token_id", "audio_token_id",
+)  # fmt: skip
+"""Keys of the outer level of a wrapper's file that also concern its language model."""
+
+
+class ConfigClass(NamedTuple):
+    """The configuration class of a type.
+
+    defaults: what it has for keys that a file leaves out
+    read:     keys that change a result
+    names:    its own names of keys that files may call otherwise
+    ends:     the tokens that end an output, if nothing else says which
+    """
+
+    defaults: Mapping[str, Any]
+    read: frozenset[str]
+    names: Mapping[str, str]
+    ends: Any = None
+
+
+class Wrapper(NamedTuple):
+    """Where the models of a type have the settings of their language model.
+
+    part:     keys that lead to them
+    text:     their type, if they do not say one
+    fixed:    that is their type whatever they say
+    flat:     files without such a part have them beside the others
+    tied:     whether head and embedding are one tensor, if no level says so
+    settings: of files that do not have them anywhere
+    """
+
+    part: tuple[str, ...]
+    text: str
+    fixed: bool = False
+    flat: bool = False
+    tied: bool = False
+    settings: Mapping[str, Any] = {}
+
+
+@cache
+def _table() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(PATH.read_text(encoding="utf-8"))
+    return found
+
+
+@cache
+def class_of(kind: str) -> ConfigClass | None:
+    """The class of a `model_type`; None if it is not in the table."""
+    entry = _table()["classes"].get(SAME_AS.get(kind, kind))
+    if entry is None:
+        return None
+    defaults = entry.get("defaults", {})
+    read = frozenset([*_table()["shared"], *entry.get("read", ()), *defaults])
+    return ConfigClass(defaults, read, entry.get("names", {}), entry.get("ends"))
+
+
+@cache
+def wrapper_of(kind: str) -> Wrapper | None:
+    """Of a `model_type` whose models wrap a language model."""
+    entry = _table()["wrappers"].get(kind)
+    return None if entry is None else Wrapper(**{**entry, "part": tuple(entry["part"])})
+
+
+def levels(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The settings of a file, and those of the models in it that concern its language model."""
+    yield config
+    for key in ("thinker_config", "text_config"):
+        if isinstance(inner := config.get(key), Mapping):
+            yield from levels(inner)
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of the language model, under its own `model_type`; `wrapped_by` is that of a model around it."""
+    kind = str(config.get("model_type"))
+    wrapper = wrapper_of(kind)
+    if wrapper is None:
+        return config
+    text: Any = config
+    for key in wrapper.part:
+        text = text.get(key) if isinstance(text, Mapping) else None
+    if not isinstance(text, Mapping):
+        text = config if wrapper.flat else wrapper.settings
+    given = None if text is config else text.get("model_type")
+    kind = wrapper.text if wrapper.fixed or given is None else str(given)
+    is_tied = config.get("tie_word_embeddings", wrapper.tied) or text.get("tie_word_embeddings", False)
+    outer = {key: config[key] for key in _OF_ALL if key in config}
+    own = {"model_type": kind, "tie_word_embeddings": is_tied, "wrapped_by": config["model_type"]}
+    return {**text, **outer, **own}

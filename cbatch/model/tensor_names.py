@@ -1,0 +1,68 @@
+"""How files name the weights of a language model: alone, or within a larger model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cbatch.model.ops.program import Program
+
+HEAD = "lm_head.weight"
+"""What most families call their output head."""
+
+PREFIXES = (
+    "model.language_model.model.", "model.language_model.", "language_model.model.", "language_model.",
+    "model.text_model.", "text_model.model.", "thinker.model.", "llm.model.", "model.", "transformer.", "backbone.",
+    "decoder.", "",
+)  # fmt: skip
+"""Beginnings of the names, the longer ones first."""
+
+
+def names_in_files(program: Program, tensors: Mapping[str, Any]) -> dict[str, str]:
+    """The tensors of the files by the names that the program has for them.
+
+    Those of a larger model around it are left out.
+    tensors: by their names in the files, with a `shape` each
+    """
+    root, table_name = program.root, program.embedding.name
+    table = table_name.removeprefix(root)
+    prefix = next((one for one in (root, *PREFIXES) if _is_table(program, tensors.get(one + table))), root)
+    ends = {HEAD, *(weight.name for weight in (*program.head.parts, *program.head.biases))}
+    heads = {
+        next((one + ours for one in ("", *PREFIXES) if one + ours in tensors), ours): ours
+        for ours in ends - {table_name}
+    }
+    own = {name.removeprefix(root).partition(".")[0] for name in program.shapes if name.startswith(root)}
+    found = {}
+    for name in tensors:
+        if name in heads:
+            found[heads[name]] = name
+        elif (renamed := _renamed(program, name)) is not None:
+            found[renamed] = name
+        elif name.startswith(prefix):
+            rest = name.removeprefix(prefix)
+            if not program.is_wrapped or rest.partition(".")[0] in own:
+                found[root + rest] = name
+        elif not program.is_wrapped:
+            found[name] = name
+    return found
+
+
+def _renamed(program: Program, name: str) -> str | None:
+    return next((ours + name.removeprefix(one) for one, ours in program.renamed if name.startswith(one)), None)
+
+
+def has_own_head(program: Program, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether the files hold a head that is not the embedding, although their config.json ties the two."""
+    if not program.is_tied:
+        return False
+    names = names_in_files(program, tensors)
+    head, table = names.get(HEAD), names.get(program.embedding.name)
+    return head is not None and table is not None and not torch.equal(tensors[head], tensors[table])
+
+
+def _is_table(program: Program, tensor: Any) -> bool:
+    return tensor is not None and tuple(tensor.shape) == program.embedding.shape
