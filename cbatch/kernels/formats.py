@@ -1,6 +1,6 @@
 """Packed formats of matrices, the same on every device: what their integers stand for, and how numbers are rounded.
 
-Numbers of a column are cut into groups of 32, each of which has a scale; larger groups repeat theirs.
+Numbers of a column are cut into groups of 32, of nvfp4 16, each of which has a scale; larger groups repeat theirs.
 
 | format | a number is | scales |
 |---|---|---|
@@ -9,10 +9,11 @@ Numbers of a column are cut into groups of 32, each of which has a scale; larger
 | int4_zeros | scale * (integer - zero point), which is any number | float16, as zero points are |
 | mxfp4 | scale * level, whose place in a table of 16 is kept | bfloat16, powers of 2 |
 | iq4_nl | the same | float16 |
+| nvfp4 | the same, with the levels of mxfp4 | float16, for 16 numbers |
 | fp8 | scale * e4m3, whose 8 bits are kept | float32, for a multiple of 32 numbers |
 
-That covers Q8_0, Q4_0, Q4_1, MXFP4 and IQ4_NL of GGUF, AWQ, GPTQ and compressed-tensors. `cpu/matmul/formats.py` and
-`quantized_matrix.py` say how a matrix lies in memory.
+That covers Q8_0, Q4_0, Q4_1, MXFP4 and IQ4_NL of GGUF, AWQ, GPTQ, NVFP4 and compressed-tensors.
+`cpu/matmul/formats.py` and `quantized_matrix.py` say how a matrix lies in memory.
 """
 
 from __future__ import annotations
@@ -26,26 +27,34 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-FORMATS = ("float32", "bfloat16", "int8", "int4", "int4_zeros", "mxfp4", "iq4_nl", "fp8")
-FLOAT32, BFLOAT16, INT8, INT4, INT4_ZEROS, MXFP4, IQ4_NL, FP8 = range(len(FORMATS))
+FORMATS = ("float32", "bfloat16", "int8", "int4", "int4_zeros", "mxfp4", "iq4_nl", "nvfp4", "fp8")
+FLOAT32, BFLOAT16, INT8, INT4, INT4_ZEROS, MXFP4, IQ4_NL, NVFP4, FP8 = range(len(FORMATS))
 
-ON_CPU, ON_GPU = (INT8, INT4, INT4_ZEROS, MXFP4, IQ4_NL), (INT8, FP8, INT4, INT4_ZEROS, MXFP4)
+ON_CPU, ON_GPU = (INT8, INT4, INT4_ZEROS, MXFP4, IQ4_NL, NVFP4), (INT8, FP8, INT4, INT4_ZEROS, MXFP4, NVFP4)
 """Those that kernels have for packed matrices."""
 
 GROUP = 32
-"""Numbers of a column that share a scale."""
+"""Numbers of a column that share a scale, unless `group_of` says otherwise."""
 
 MIDDLE = 8
 """The integer of int4 that stands for 0."""
 
+_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
 LEVELS = {
-    MXFP4: (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+    MXFP4: _E2M1,
+    NVFP4: _E2M1,
     IQ4_NL: (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
 }
-"""Numbers that the 16 codes of a format stand for: of MXFP4 twice those of its standard, which are halves.
+"""Numbers that the 16 codes of a format stand for: of MXFP4 and NVFP4 twice those of e2m1, which are halves.
 
 Sources: Open Compute Project, Microscaling Formats 1.0; `kvalues_iq4nl` of llama.cpp.
 """
+
+
+def group_of(format: int) -> int:
+    """Numbers of a column that share a scale in a packed format; of FP8 at least."""
+    return 16 if format == NVFP4 else GROUP
 
 
 class Integers(NamedTuple):
@@ -78,11 +87,14 @@ class Integers(NamedTuple):
         numbers, scales, zeros = zip(self, *others, strict=True)
         return Integers(function(*numbers), function(*scales), None if self.zeros is None else function(*zeros))
 
-    def values(self, format: int, group: int = GROUP) -> Tensor:
-        """The numbers [rows, depth] float32 that they stand for. group: numbers that share a scale"""
+    def values(self, format: int, group: int = 0) -> Tensor:
+        """The numbers [rows, depth] float32 that they stand for.
+
+        group: numbers that share a scale; 0 for as many as the format says
+        """
 
         def spread(groups: Tensor) -> Tensor:
-            return groups.float().repeat_interleave(group, dim=1)[:, : self.numbers.shape[1]]
+            return groups.float().repeat_interleave(group or group_of(format), dim=1)[:, : self.numbers.shape[1]]
 
         if format in LEVELS:
             levels = torch.tensor(LEVELS[format], dtype=torch.float32, device=self.numbers.device)
@@ -102,7 +114,7 @@ class Integers(NamedTuple):
             return self._replace(numbers=self.numbers.to(torch.int8) - MIDDLE)
         if own == INT4 and target == INT4_ZEROS:
             return self._replace(zeros=torch.full_like(self.scales, MIDDLE))
-        if own in LEVELS and target == INT8 and torch.equal(self.scales.half().float(), self.scales):
+        if own in (MXFP4, IQ4_NL) and target == INT8 and torch.equal(self.scales.half().float(), self.scales):
             return self._replace(numbers=torch.tensor(LEVELS[own], dtype=torch.int8)[self.numbers.int()])
         return None
 

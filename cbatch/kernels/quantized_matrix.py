@@ -1,8 +1,8 @@
 """Matrices on a GPU in packed formats (see `formats.py`), and how they lie in memory.
 
 A product goes along the depth, so what it reads at once lies together: a part is 32 bytes of every column. In 8 bits
-these are 32 numbers of the depth. In 4 bits they are 64, two groups with a scale each: byte i holds number i in its low
-bits and number i + 32 in its high ones.
+these are 32 numbers of the depth. In 4 bits they are 64: byte i holds number i in its low bits and number i + 32 in its
+high ones.
 
 FP8 matrices can also be multiplied with rows that are rounded to FP8, by the matrix units that a GPU has for it:
 `torch._scaled_mm` takes both sides in e4m3 (4 bits of exponent and 3 of mantissa), and multiplies a sum by the scale of
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cbatch.kernels.formats import FP8, GROUP, INT4_ZEROS, INT8, MXFP4, Integers
+from cbatch.kernels.formats import FP8, GROUP, INT4_ZEROS, INT8, MXFP4, Integers, group_of
 from cbatch.runtime.kv_cache import FP8 as E4M3
 from cbatch.runtime.kv_cache import FP8_MAX, as_stored
 
@@ -54,10 +54,14 @@ class QuantizedMatrix(NamedTuple):
 
     @classmethod
     def empty(
-        cls, format: int, columns: int, depth: int, device: torch.device, experts: int = 0, group: int = GROUP
+        cls, format: int, columns: int, depth: int, device: torch.device, experts: int = 0, group: int = 0
     ) -> QuantizedMatrix:
-        """Without numbers, which `fill` brings. experts: how many matrices there are; 0 for one matrix"""
-        size = _part_size(format)
+        """Without numbers, which `fill` brings.
+
+        experts: how many matrices there are; 0 for one matrix
+        group:   0 for as many as the format says
+        """
+        size, group = _part_size(format), group or group_of(format)
         parts, count = -(-depth // size), (experts,) if experts else ()
         groups = -(-parts * size // group)
         numbers = torch.zeros(*count, parts, columns, GROUP, dtype=_IN_8_BITS.get(format, torch.uint8), device=device)

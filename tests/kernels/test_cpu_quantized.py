@@ -33,7 +33,9 @@ from cbatch.kernels.formats import (
     IQ4_NL,
     LEVELS,
     MXFP4,
+    NVFP4,
     Integers,
+    group_of,
     quantized,
 )
 from tests.support.kernels import callable_kernel, lone_worker
@@ -70,14 +72,15 @@ def packed_of(kind: int, *parts: Any) -> NDArray[np.uint8]:
 
 def draw(kind: int, depth: int) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
     """A matrix [columns, depth] packed, and its numbers."""
-    generator, groups = np.random.default_rng(depth), -(-depth // GROUP)
+    generator, group = np.random.default_rng(depth), group_of(kind)
+    groups = -(-depth // group)
     low, high = (-127, 128) if kind == INT8 else (0, 16)
     integers = generator.integers(low, high, (COLUMNS, depth))
     scales = generator.uniform(0.5, 2, (COLUMNS, groups)).astype(np.float16)
     zeros = generator.uniform(0, 15, (COLUMNS, groups)).astype(np.float16) if kind == INT4_ZEROS else None
 
     def spread(numbers: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
-        return np.repeat(numbers.astype(np.float64), GROUP, axis=1)[:, :depth]
+        return np.repeat(numbers.astype(np.float64), group, axis=1)[:, :depth]
 
     if kind == MXFP4:
         scales = np.exp2(generator.integers(-3, 4, (COLUMNS, groups)).astype(np.float32))
@@ -154,8 +157,9 @@ def test_extreme_sums(kind: int) -> None:
     """Guards the int32 against overflow: all weights and all numbers of a row are as large as they can be."""
     for sign, left_bytes in product((-1, 1), (1, 2)):
         a = bfloat16(np.full((1, 512), sign, np.float32))
-        ones, zeros = np.ones((COLUMNS, 16)), np.zeros((COLUMNS, 16)) if kind == INT4_ZEROS else None
-        most = {INT8: -127, INT4: 0, INT4_ZEROS: 15, MXFP4: 15, IQ4_NL: 0}[kind]
+        ones = np.ones((COLUMNS, 512 // group_of(kind)))
+        zeros = 0 * ones if kind == INT4_ZEROS else None
+        most = {INT8: -127, INT4: 0, INT4_ZEROS: 15, MXFP4: 15, IQ4_NL: 0, NVFP4: 15}[kind]
         weight = LEVELS[kind][most] if kind in LEVELS else most - 8 * (kind == INT4)
         packed = packed_of(kind, np.full((COLUMNS, 512), most), ones, zeros)
         assert np.allclose(multiply(a, packed, kind, left_bytes), sign * weight * 512, rtol=1e-5)
@@ -181,10 +185,11 @@ def test_rows_as_integers(kind: int, left_bytes: int) -> None:
     integers, most = (np.int8, 127) if left_bytes == 1 else (np.int16, 32767)
     for row in (rows_of(1, 80)[0], np.random.default_rng(1).standard_normal(75, dtype=np.float32)):
         numbers = row if row.dtype == np.float32 else as_float(row).astype(np.float32)
-        memory = np.full(quantized_row_bytes(left_bytes, len(row)), 0xAA, np.uint8)
+        memory = np.full(quantized_row_bytes(kind, left_bytes, len(row)), 0xAA, np.uint8)
         quantize(row, memory, kind, left_bytes)
-        padded = np.pad(numbers, (0, -len(numbers) % GROUP)).reshape(-1, GROUP)
-        size = GROUP * left_bytes + 8
+        each = group_of(kind)
+        padded = np.pad(numbers, (0, -len(numbers) % each)).reshape(-1, each)
+        size = each * left_bytes + 8
         for group, part in zip(memory[: len(padded) * size].reshape(-1, size), padded, strict=True):
             largest = np.abs(part).max()
             found = group[:-8].view(integers)

@@ -20,7 +20,7 @@ from tests.support.samples import sampled
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
-from cbatch.kernels.formats import FORMATS, FP8, INT4, INT4_ZEROS, INT8, MXFP4, ON_GPU, Integers
+from cbatch.kernels.formats import FORMATS, FP8, INT4, INT4_ZEROS, INT8, MXFP4, NVFP4, ON_GPU, Integers, group_of
 from cbatch.kernels.operands import ExpertWeights
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.model.ops.device_kernel import DeviceOps, by_torch, by_triton
@@ -48,7 +48,8 @@ def ops(request: pytest.FixtureRequest) -> BoundKernels:
 
 def drawn_matrix(kind: int, columns: int, depth: int, out: QuantizedMatrix, seed: int = 0) -> Tensor:
     """Fills a matrix in two pieces. Returns its numbers [columns, depth] in float64."""
-    generator, groups = np.random.default_rng(seed), -(-depth // 32)
+    generator, group = np.random.default_rng(seed), group_of(kind)
+    groups = -(-depth // group)
     scales = generator.uniform(0.01, 0.1, (columns, groups)).astype(np.float16)
     if kind == FP8:
         return drawn_float8(columns, depth, out, seed)
@@ -62,8 +63,8 @@ def drawn_matrix(kind: int, columns: int, depth: int, out: QuantizedMatrix, seed
         parts = (None if part is None else part[first:stop] for part in (numbers, scales, zeros))
         out.fill(first, Integers.of_arrays(*parts).map(lambda part: part.to(DEVICE)))
     middle = {INT8: 0.0, INT4: 8.0}.get(kind) if zeros is None else np.repeat(zeros, 32, 1)[:, :depth]
-    wide = np.array(LEVELS)[numbers] if kind == MXFP4 else numbers - np.asarray(middle, np.float64)
-    exact = np.repeat(scales, 32, 1)[:, :depth].astype(np.float64) * wide
+    wide = np.array(LEVELS)[numbers] if kind in (MXFP4, NVFP4) else numbers - np.asarray(middle, np.float64)
+    exact = np.repeat(scales, group, 1)[:, :depth].astype(np.float64) * wide
     return torch.from_numpy(exact).to(DEVICE)
 
 

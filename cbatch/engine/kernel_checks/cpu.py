@@ -26,7 +26,7 @@ from cbatch.kernels.cpu.matmul.linear import WRITE, PackedMatrix, matmul, new_li
 from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, pad_columns
 from cbatch.kernels.cpu.tensors import as_array
 from cbatch.kernels.cpu.thread_pool import shared_thread_pool
-from cbatch.kernels.formats import FORMATS, GROUP, INT4_ZEROS, INT8, MXFP4, Integers
+from cbatch.kernels.formats import FORMATS, INT4_ZEROS, INT8, MXFP4, Integers, group_of
 from cbatch.model.base import Model
 from cbatch.model.cpu import CpuModel
 from cbatch.model.cuda import CudaModel
@@ -153,7 +153,8 @@ class _Product:
         if not is_quantized(self.format):
             numbers = torch.from_numpy(generator.standard_normal(shape, np.float32)).to(self.dtype)
             return pack_weight(as_array(numbers)), numbers.float()
-        groups, (low, high) = (self.columns, -(-self.depth // GROUP)), (-127, 128) if self.format == INT8 else (0, 16)
+        groups = self.columns, -(-self.depth // group_of(self.format))
+        low, high = (-127, 128) if self.format == INT8 else (0, 16)
         steps = np.exp2(generator.integers(-3, 1, groups).astype(np.float32))
         steps *= 1 if self.format == MXFP4 else generator.uniform(0.5, 1, groups).astype(np.float16).astype(np.float32)
         zeros = generator.integers(0, 16, groups).astype(np.float32) if self.format == INT4_ZEROS else None

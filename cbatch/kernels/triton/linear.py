@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cbatch.kernels import products as library
-from cbatch.kernels.formats import FP8, GROUP, INT4, INT4_ZEROS, INT8, MXFP4
+from cbatch.kernels.formats import FP8, GROUP, INT4, INT4_ZEROS, INT8, MXFP4, NVFP4
 from cbatch.kernels.quantized_matrix import LEAST_SCALE, Float8Matrix, QuantizedMatrix
 from cbatch.kernels.triton.attention_tile import LAUNCH, from_fp8, launch_options, power_of_2, to_fp8
 from cbatch.runtime.kv_cache import FP8 as E4M3
@@ -35,7 +35,7 @@ _MOST_AT_ONCE = 8192
 """Numbers of a row that a program rounds to FP8 at once."""
 
 _LARGEST, _LEAST_SCALE = tl.constexpr(FP8_MAX), tl.constexpr(LEAST_SCALE)
-_INT8, _INT4, _INT4_ZEROS, _MXFP4, _FP8 = map(tl.constexpr, (INT8, INT4, INT4_ZEROS, MXFP4, FP8))
+_INT8, _INT4, _INT4_ZEROS, _MXFP4, _NVFP4, _FP8 = map(tl.constexpr, (INT8, INT4, INT4_ZEROS, MXFP4, NVFP4, FP8))
 
 
 class Tile(NamedTuple):
@@ -89,9 +89,10 @@ def _half_of(code, half, SIZE):
 
 
 @triton.jit
-def _scaled(code, place, kept, scales, zeros, KIND):
-    """Numbers [columns, 32] float32 of a group of each column. place: of its scales and zero points"""
-    if KIND == _MXFP4:
+def _scaled(code, group, column, kept, scales, zeros, KIND, COLUMNS, GROUP):
+    """Numbers [columns, 32] float32 of each column. group: how many times 32 numbers lie before them"""
+    place = (group * 32 // GROUP) * COLUMNS + column
+    if (KIND == _MXFP4) | (KIND == _NVFP4):
         # Sign, two bits of exponent and one of mantissa at the places of float16, whose exponents begin 14 lower.
         bits = ((code & 7).to(tl.int16) << 9) | ((code & 8).to(tl.int16) << 12)
         number = bits.to(tl.float16, bitcast=True).to(tl.float32) * 32768.0
@@ -103,7 +104,11 @@ def _scaled(code, place, kept, scales, zeros, KIND):
         number -= 8.0
     if KIND == _INT4_ZEROS:
         number -= tl.load(zeros + place, mask=kept, other=0.0).to(tl.float32)[:, None]
-    return number * tl.load(scales + place, mask=kept, other=0.0).to(tl.float32)[:, None]
+    scale = tl.load(scales + place, mask=kept, other=0.0).to(tl.float32)[:, None]
+    if KIND == _NVFP4:  # 16 numbers each
+        second = tl.load(scales + place + COLUMNS, mask=kept, other=0.0).to(tl.float32)[:, None]
+        scale = tl.where((tl.arange(0, 32) < 16)[None, :], scale, second)
+    return number * scale
 
 
 @triton.jit
@@ -114,7 +119,7 @@ def _add_group(total, left, there, code, group, column, kept, scales, zeros, KIN
         a = tl.load(left[:, None] + depth[None, :], mask=there[:, None], other=0.0)
     else:
         a = tl.load(left[:, None] + depth[None, :], mask=there[:, None] & (depth < DEPTH)[None, :], other=0.0)
-    b = _scaled(code, (group * 32 // GROUP) * COLUMNS + column, kept, scales, zeros, KIND).to(a.dtype)
+    b = _scaled(code, group, column, kept, scales, zeros, KIND, COLUMNS, GROUP).to(a.dtype)
     return tl.dot(a, tl.trans(b), total, input_precision="ieee")
 
 
@@ -250,7 +255,7 @@ def _look_up_kernel(
     for half in tl.static_range(SIZE // 32):
         group = part * (SIZE // 32) + half
         mine = _half_of(code, half, SIZE)
-        found = _scaled(mine, (group * 32 // GROUP).to(tl.int64) * COLUMNS + column, kept, scales, zeros, KIND)
+        found = _scaled(mine, group.to(tl.int64), column, kept, scales, zeros, KIND, COLUMNS, GROUP)
         depth = group[:, None] * 32 + step[None, :]
         tl.store(out + row * DEPTH + depth, found, mask=kept[:, None] & (depth < DEPTH))
 

@@ -12,6 +12,7 @@ two consecutive numbers in bfloat16, four in int8, because there are instruction
 | INT4 | 8 more than the integer, 4 bits | group of 32 numbers: 4 times 2 vectors of 16 times 8, and 32 scales |
 | INT4_ZEROS | an integer from 0 to 15, 4 bits | the same, and then 32 zero points |
 | MXFP4, IQ4_NL | the place of a level in a table of 16, 4 bits | the same as INT4 |
+| NVFP4 | the same | group of 16 numbers: 2 times 2 vectors of 16 times 8, and 32 scales |
 
 A byte of 4-bit numbers has one in its low bits, and in its high ones that of four numbers further on. Scales and zero
 points are float16, but scales of MXFP4 are bfloat16. What a number stands for is said in `kernels/formats.py`. The
@@ -36,7 +37,6 @@ from cbatch.kernels.formats import (
     FLOAT32,
     FORMATS,
     FP8,
-    GROUP,
     INT4,
     INT4_ZEROS,
     INT8,
@@ -44,7 +44,9 @@ from cbatch.kernels.formats import (
     LEVELS,
     MIDDLE,
     MXFP4,
+    NVFP4,
     Integers,
+    group_of,
 )
 
 CPU_FORMATS = FORMATS[:FP8]
@@ -56,6 +58,8 @@ OFFSETS = {INT8: 128, INT4: MIDDLE} | {format: -min(levels) for format, levels i
 _INT8_OFFSET, _INT4_OFFSET = OFFSETS[INT8], OFFSETS[INT4]
 _MXFP4_LEVELS, _IQ4_NL_LEVELS = (np.array(LEVELS[format], np.float32) for format in (MXFP4, IQ4_NL))
 _HALF = np.dtype(np.float16).itemsize
+
+group_size = shared(group_of)
 
 
 @shared
@@ -71,19 +75,19 @@ def tile_bytes(format: int, depth: int) -> int:
         return 4 * COLUMNS * depth
     if format == BFLOAT16:
         return 2 * COLUMNS * depth
-    return -(-depth // GROUP) * group_bytes(format)
+    return -(-depth // group_size(format)) * group_bytes(format)
 
 
 @shared
 def group_bytes(format: int) -> int:
-    """Bytes of a group of 32 columns in a quantized format."""
+    """Bytes of a group of numbers of 32 columns in a quantized format."""
     return number_bytes(format) + (2 if format == INT4_ZEROS else 1) * COLUMNS * _HALF
 
 
 @shared
 def number_bytes(format: int) -> int:
     """The bytes of a group that hold its integers; scales follow them."""
-    return COLUMNS * GROUP if format == INT8 else COLUMNS * GROUP // 2
+    return COLUMNS * group_size(format) // (1 if format == INT8 else 2)
 
 
 def matrix_bytes(format: int, columns: int, depth: int) -> int:
@@ -109,13 +113,14 @@ def pack_integers(format: int, integers: Integers, depth: int | None = None) -> 
     """Integers [columns, depth] as packed bytes. depth: padded to so many"""
     numbers = integers.numbers.numpy()
     depth = numbers.shape[1] if depth is None else depth
-    groups, columns = -(-depth // GROUP), pad_columns(len(numbers))
-    padded = np.zeros((columns, groups * GROUP), np.uint8)
+    group = group_of(format)
+    groups, columns = -(-depth // group), pad_columns(len(numbers))
+    padded = np.zeros((columns, groups * group), np.uint8)
     offset = OFFSETS[INT8] if format == INT8 else 0
     padded[: len(numbers), : numbers.shape[1]] = numbers.astype(np.int16) + offset
     quads = _in_panels(padded)
     if format != INT8:
-        quads = quads.reshape(-1, GROUP // 8, 2, COLUMNS * 4)
+        quads = quads.reshape(-1, group // 8, 2, COLUMNS * 4)
         quads = quads[..., 0, :] | quads[..., 1, :] << 4
     parts = [quads.reshape(-1, groups, number_bytes(format))]
     for given in integers[1:]:
@@ -149,9 +154,9 @@ def unpack_column(data: Any, start: int, kind: int, column: int, factor: float, 
 
 @kernel
 def _unpack_groups(tile: Any, kind: int, lane: int, factor: float, out: Any) -> None:
-    numbers = number_bytes(kind)
+    numbers, size = number_bytes(kind), group_size(kind)
     for i in range(len(out)):
-        group, within = tile[i // GROUP * group_bytes(kind) :], i % GROUP
+        group, within = tile[i // size * group_bytes(kind) :], i % size
         if kind == INT8:
             place = np.int64(group[within // 4 * 4 * COLUMNS + lane * 4 + within % 4])
         else:
@@ -163,6 +168,8 @@ def _unpack_groups(tile: Any, kind: int, lane: int, factor: float, out: Any) -> 
         if kind == MXFP4:
             number = _MXFP4_LEVELS[place]
             scale = to_float32(np.uint16(group[at] | np.uint16(group[at + 1]) << 8))
+        elif kind == NVFP4:
+            number = _MXFP4_LEVELS[place]
         elif kind == IQ4_NL:
             number = _IQ4_NL_LEVELS[place]
         elif kind == INT4_ZEROS:

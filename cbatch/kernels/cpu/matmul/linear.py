@@ -14,7 +14,7 @@ from cbatch.kernels.cpu.emit import FLOATS, PARTS, Value, Variable, emitted, for
 from cbatch.kernels.cpu.fast_math import from_float32, silu, to_float32
 from cbatch.kernels.cpu.jit import HAS_BFLOAT16, kernel, shared
 from cbatch.kernels.cpu.matmul import amx, quantized
-from cbatch.kernels.cpu.matmul.formats import group_bytes, is_quantized, tile_bytes
+from cbatch.kernels.cpu.matmul.formats import group_bytes, group_size, is_quantized, tile_bytes
 from cbatch.kernels.cpu.matmul.microkernel import (
     COLUMNS,
     LANES,
@@ -35,7 +35,7 @@ from cbatch.kernels.cpu.matmul.quantized import (
     whole_lines,
 )
 from cbatch.kernels.cpu.work_queue import Worker, claimed
-from cbatch.kernels.formats import BFLOAT16, FLOAT32, FORMATS, GROUP
+from cbatch.kernels.formats import BFLOAT16, FLOAT32, FORMATS
 from cbatch.runtime.cpu import empty, second_cache_bytes
 
 _ROW_BLOCK_BYTES = second_cache_bytes() * 3 // 8
@@ -156,7 +156,7 @@ def prepared_row_bytes(format: int, left_bytes: int, depth: int) -> int:
     left_bytes: as in `LinearWorkspace`
     """
     if is_quantized(format):
-        return quantized_row_bytes(left_bytes, depth)
+        return quantized_row_bytes(format, left_bytes, depth)
     return whole_lines(4 * depth) if format == BFLOAT16 and not HAS_BFLOAT16 else 0
 
 
@@ -202,7 +202,7 @@ def _multiply(
     place = matrix.data.ctypes.data + matrix.start + tile * tile_bytes(kind, depth)
     microkernel = workspace.microkernels[kind]
     if is_quantized(kind):
-        multiply_quantized(microkernel, left, place, -(-depth // GROUP), ahead, out, count, add)
+        multiply_quantized(microkernel, left, place, -(-depth // group_size(kind)), ahead, out, count, add)
         return
     panels, pair = workspace.panels[thread], 1 if kind == FLOAT32 else 2
     panels[0], panels[1] = place, place + 4 * LANES

@@ -1,9 +1,9 @@
 """The inner loop of products with quantized weights: a few rows times 32 columns, in integers.
 
-Left-hand rows are quantized too, to int8 or int16, in the same groups of 32 numbers as the weights, each in units of a
-127th or a 32767th of its largest number. In memory a group is its numbers, the last one's padded with zeros; then their
-float32 scale; then a word: what the offset of the stored weights adds too much, as an int32, or for weights with zero
-points minus the sum of the group as a float32. So one number says where a loop is in each of its rows.
+Left-hand rows are quantized too, to int8 or int16, in the same groups of 32 or 16 numbers as the weights, each in units
+of a 127th or a 32767th of its largest number. In memory a group is its numbers, the last one's padded with zeros; then
+their float32 scale; then a word: what the offset of the stored weights adds too much, as an int32, or for weights with
+zero points minus the sum of the group as a float32. So one number says where a loop is in each of its rows.
 
 A vector of weights holds four bytes for each of 16 columns, which are multiplied with four numbers of a row: one
 instruction for int8, two for int16, whose quads lie in the order 0, 2, 1, 3 for that. Where 4 bits are the place of a
@@ -51,7 +51,7 @@ from cbatch.kernels.cpu.jit import (
     kernel,
     shared,
 )
-from cbatch.kernels.cpu.matmul.formats import OFFSETS, group_bytes, number_bytes
+from cbatch.kernels.cpu.matmul.formats import OFFSETS, group_bytes, group_size, number_bytes
 from cbatch.kernels.cpu.matmul.microkernel import (
     SECOND_CACHE,
     Ahead,
@@ -90,15 +90,15 @@ _IN_QUADS = [4 * (lane // 4) + (0, 2, 1, 3)[lane % 4] for lane in range(LANES)]
 
 
 @shared
-def left_group_bytes(left_bytes: int) -> int:
-    """Bytes of a group of a row: its numbers, a scale and a word."""
-    return GROUP * left_bytes + 8
+def left_group_bytes(weights: int, left_bytes: int) -> int:
+    """Bytes of a group of a row, for weights of a format: its numbers, a scale and a word."""
+    return group_size(weights) * left_bytes + 8
 
 
 @shared
-def quantized_row_bytes(left_bytes: int, depth: int) -> int:
+def quantized_row_bytes(weights: int, left_bytes: int, depth: int) -> int:
     """Bytes from one row to the next."""
-    return whole_lines(-(-depth // GROUP) * left_group_bytes(left_bytes))
+    return whole_lines(-(-depth // group_size(weights)) * left_group_bytes(weights, left_bytes))
 
 
 @shared
@@ -107,13 +107,15 @@ def whole_lines(size: int) -> int:
     return (-(-size // _LINE) | 1) * _LINE
 
 
-def _emit_row_group(like: Any, left_bytes: int, weights: Value, source: Value, target: Value) -> None:
-    """Quantizes the group of 32 numbers at an address to another address."""
+def _emit_row_group(like: Any, left_bytes: int, group: int, weights: Value, source: Value, target: Value) -> None:
+    """Quantizes the group of 32 or 16 numbers at an address to another address."""
     most, width = 127 if left_bytes == 1 else 32767, like.bitwidth
-    halves = [(source + half * LANES * width // 8).read(ir.VectorType(ir.IntType(width), LANES)) for half in (0, 1)]
+    starts = [source + start * width // 8 for start in range(0, group, LANES)]
+    halves = [start.read(ir.VectorType(ir.IntType(width), LANES)) for start in starts]
     halves = halves if width == 32 else [half.to("zext", WORDS) << 16 for half in halves]
-    one, other = (half & 0x7FFFFFFF for half in halves)
-    larger = Value(one.builder, one.builder.icmp_unsigned(">", one.of, other.of)).choose(one, other)
+    larger, *others = (half & 0x7FFFFFFF for half in halves)
+    for other in others:
+        larger = Value(other.builder, other.builder.icmp_unsigned(">", larger.of, other.of)).choose(larger, other)
     largest = larger.call(f"vector.reduce.umax.v{LANES}i32", result=INT32).bits(FLOAT)
     is_finite = largest.is_("<", float("inf"))
     is_normal, factors = is_finite & largest.is_(">", _ZERO_BELOW), (largest.constant(most) / largest).broadcast()
@@ -127,36 +129,44 @@ def _emit_row_group(like: Any, left_bytes: int, weights: Value, source: Value, t
             "trunc", ir.VectorType(ir.IntType(8 * left_bytes), LANES)
         )
         (target + half * LANES * left_bytes).write(narrow)
-    total = (sums[0] + sums[1]).call(f"vector.reduce.add.v{LANES}i32", result=INT32)
-    (target + GROUP * left_bytes).write(is_finite.choose(largest / largest.constant(most), float("nan")))
+    total = (sums[0] + sums[1] if len(sums) > 1 else sums[0]).call(f"vector.reduce.add.v{LANES}i32", result=INT32)
+    (target + group * left_bytes).write(is_finite.choose(largest / largest.constant(most), float("nan")))
     word = (-total.to("sitofp", FLOAT)).bits(INT32)
     for kind, offset in OFFSETS.items():
         word = weights.is_("==", kind).choose(total * -offset, word)
-    (target + GROUP * left_bytes + 4).write(word)
+    (target + group * left_bytes + 4).write(word)
 
 
-@emitted(types.void, LIKE, LITERAL, types.int64, types.int64, types.int64, types.int64)
-def _quantize(like: Any, left_bytes: int, weights: Value, source: Value, depth: Value, target: Value) -> None:
+@emitted(types.void, LIKE, LITERAL, LITERAL, types.int64, types.int64, types.int64, types.int64)
+def _quantize(
+    like: Any, left_bytes: int, group: int, weights: Value, source: Value, depth: Value, target: Value
+) -> None:
     """Quantizes a row from an address to another. like: one of its numbers"""
-    size, step, number = like.bitwidth // 8, left_group_bytes(left_bytes), ir.IntType(like.bitwidth)
-    groups, rest = depth // GROUP, depth % GROUP
+    size, step, number = like.bitwidth // 8, group * left_bytes + 8, ir.IntType(like.bitwidth)
+    groups, rest = depth // group, depth % group
     with for_range(groups) as index:
-        _emit_row_group(like, left_bytes, weights, source + index * (GROUP * size), target + index * step)
+        _emit_row_group(like, left_bytes, group, weights, source + index * (group * size), target + index * step)
     with if_then(rest.is_(">", 0)):
-        padded = Variable(depth.constant(None, ir.ArrayType(number, GROUP))).address
-        begin = source + groups * (GROUP * size)
+        padded = Variable(depth.constant(None, ir.ArrayType(number, group))).address
+        begin = source + groups * (group * size)
         with for_range(rest) as index:
             (padded + index * size).write((begin + index * size).read(number))
-        _emit_row_group(like, left_bytes, weights, padded, target + groups * step)
+        _emit_row_group(like, left_bytes, group, weights, padded, target + groups * step)
 
 
 @kernel
 def quantize_row(row: Any, memory: Any, weights: int, left_bytes: int) -> None:
     """Writes a row [depth] of float32 or bfloat16, for weights of that format, to `quantized_row_bytes` of memory."""
-    if left_bytes == 1:
-        _quantize(row[0], 1, weights, row.ctypes.data, len(row), memory.ctypes.data)
+    source, target = row.ctypes.data, memory.ctypes.data
+    if group_size(weights) == GROUP:
+        if left_bytes == 1:
+            _quantize(row[0], 1, GROUP, weights, source, len(row), target)
+        else:
+            _quantize(row[0], 2, GROUP, weights, source, len(row), target)
+    elif left_bytes == 1:
+        _quantize(row[0], 1, LANES, weights, source, len(row), target)
     else:
-        _quantize(row[0], 2, weights, row.ctypes.data, len(row), memory.ctypes.data)
+        _quantize(row[0], 2, LANES, weights, source, len(row), target)
 
 
 class _QuantizedEmitter:
@@ -258,7 +268,7 @@ class _QuantizedEmitter:
         return [address.read(ir.VectorType(ir.HalfType(), LANES)).to("fpext", FLOATS) for address in addresses]
 
     def emit(self, left: Any, weights: Value, groups: Value, ahead: Any, out: Any, add: Value) -> None:
-        """Code for all rows. weights: address of the tile; groups: of 32 numbers of the depth; ahead: see `Ahead`"""
+        """Code for all rows. weights: address of the tile; groups: of the depth; ahead: see `Ahead`"""
         rows, outs = (
             [address + stride * stride.constant(row) for row in range(self.num_rows)] for address, stride in (left, out)
         )
@@ -266,17 +276,18 @@ class _QuantizedEmitter:
         part = stride // (number_bytes(self.format) // (2 * _VECTOR_BYTES))
         with row_sums(outs, add) as sums, for_range(groups) as index:
             self.coming = coming + index * stride, part
-            first = index * left_group_bytes(self.left_bytes)
+            first = index * left_group_bytes(self.format, self.left_bytes)
             self.emit_group(sums, weights + index * group_bytes(self.format), [row + first for row in rows])
 
     def emit_group(self, sums: dict[tuple[int, int], Variable], start: Value, rows: list[Value]) -> None:
         """A group, which begins at `start` in the weights and at these addresses in the rows."""
-        has_zeros, scale = self.format == INT4_ZEROS, GROUP * self.left_bytes
+        has_zeros, size = self.format == INT4_ZEROS, group_size(self.format)
+        scale = size * self.left_bytes
         totals = {
             (row, panel): start.constant(0, WORDS) if has_zeros else read_broadcast(rows[row] + scale + 4, INT32)
             for row, panel in sums
         }
-        for quad in range(GROUP // 4):
+        for quad in range(size // 4):
             numbers = [row + 4 * self.left_bytes * quad for row in rows]
             self.multiply_quads(totals, self.quads(start, quad), numbers)
         end = number_bytes(self.format)
@@ -334,7 +345,7 @@ def quantized_address(weights: int, left_bytes: int) -> int:
 def multiply_quantized(
     address: int, left: Rows, place: int, groups: int, ahead: Ahead, out: Rows, count: int, add: int
 ) -> None:
-    """out [count, 32] float32 = left [count, 32 * groups] times a tile; added to `out` if `add` is 1.
+    """out [count, 32] float32 = left [count, so many groups] times a tile; added to `out` if `add` is 1.
 
     address: see `quantized_address`
     left:    see the beginning of this file
