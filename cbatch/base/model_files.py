@@ -21,6 +21,8 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 WEIGHT_FILES = ("model.safetensors", "model-*.safetensors", WEIGHTS_INDEX)
 """The names that the weights of a model have on the hub, of those that are read here."""
 
+MODELOPT_FILE = "hf_quant_config.json"
+
 MAX_JSON_BYTES, MAX_JSON_DEPTH, _MAX_JSON_VALUES = 2**26, 100, 2**20
 """Of files of settings. The index of a model of 10**12 parameters has 16 MiB and 140,000 values."""
 
@@ -72,7 +74,7 @@ def check_source(source: str) -> None:
         raise ModelError(f"The name of a model or an adapter has {len(name)} bytes, more than a path can have.")
 
 
-def model_folder(source: str, revision: str | None, patterns: Sequence[str] = ("config.json",)) -> Path:
+def model_folder(source: str, revision: str | None, patterns: Sequence[str] = ("config.json", MODELOPT_FILE)) -> Path:
     """The folder `source`; for a hub id, its snapshot, into which the files that match are downloaded.
 
     Raises OSError if the hub cannot be reached and the snapshot is not in its cache.

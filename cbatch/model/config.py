@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cbatch.base.model_files import InvalidFile, read_json_object
+from cbatch.base.model_files import MODELOPT_FILE, InvalidFile, read_json_object
 from cbatch.model.config_classes import LAYER_TYPES, class_of
 
 _MOST_SHOWN, _LONGEST = 60, 2**14
@@ -189,9 +189,14 @@ _MOST_SETTINGS = 20_000
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a folder; empty if there is none. Raises InvalidFile if it is damaged or cannot be true."""
+    """The config.json of a folder; empty if there is none. Raises InvalidFile if it is damaged or cannot be true.
+
+    What ModelOpt says beside it of quantized weights counts as its own.
+    """
     path = folder / "config.json"
     config = read_json_object(path)
+    if config and not config.get("quantization_config") and (beside := read_json_object(folder / MODELOPT_FILE)):
+        config["quantization_config"] = beside
     check_model_config(config, path)
     return config
 

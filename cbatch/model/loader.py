@@ -28,6 +28,7 @@ from cbatch.base.errors import (
 )
 from cbatch.base.hub import gguf_paths, is_gguf, looks_like_path, reachable_source
 from cbatch.base.model_files import (
+    MODELOPT_FILE,
     WEIGHT_FILES,
     WEIGHTS_INDEX,
     InvalidFile,
@@ -227,7 +228,7 @@ def _checked_settings(plan: LoadPlan) -> tuple[Path, dict[str, Any], SamplingPar
     Raises ModelError if the hub cannot be reached, and for settings of the model that cannot be true.
     """
     try:
-        folder = model_folder(plan.source, plan.revision, ["config.json", "generation_config.json"])
+        folder = model_folder(plan.source, plan.revision, ["config.json", MODELOPT_FILE, "generation_config.json"])
     except OSError as error:
         raise ModelError(f"Cannot load {plan.source}: {first_sentence(error)}") from error
     read_model_config(folder)

@@ -45,11 +45,13 @@ def write_folder(
     encode: Encoder | Callable[[str], Encoder | None],
     *,
     by_name: bool = False,
+    also: Mapping[str, Encoder] | None = None,
 ) -> Any:
     """Writes a model; returns a float32 network of transformers with the numbers that the files have.
 
     encode:  of every matrix `*_proj`, or of a tensor of those of all experts
     by_name: `encode` gives the encoder for the name of a module, None for one that is not quantized
+    also:    encoders of other modules by their names
     """
     folder.mkdir(parents=True, exist_ok=True)
     stored, numbers = {}, {}
@@ -57,6 +59,8 @@ def write_folder(
         module = name.removesuffix(".weight")
         is_matrix = name.endswith("_proj.weight") or (tensor.ndim == 3 and name.endswith("_proj"))
         chosen: Any = encode(module) if by_name and module.endswith("_proj") else encode  # type: ignore[arg-type]
+        if also and module in also:
+            is_matrix, chosen = True, also[module]
         if not is_matrix or chosen is None:
             stored[name] = numbers[name] = tensor.clone()
             continue
@@ -243,7 +247,85 @@ def fp8_settings(block: tuple[int, int] | None = (128, 128), **others: Any) -> d
     }  # fmt: skip
 
 
+def mxfp8(numbers: Tensor) -> Encoded:
+    """float8_e4m3fn, of which 32 numbers share a power of 2."""
+    groups = numbers.unflatten(1, (-1, 32))  # type: ignore[no-untyped-call]
+    exponents = (groups.abs().amax(-1) / 448).log2().ceil()
+    codes = (groups / 2 ** exponents[..., None]).to(torch.float8_e4m3fn)
+    parts = {".weight": codes.flatten(1), ".weight_scale": (exponents + 127).to(torch.uint8)}
+    return parts, (codes.float() * 2 ** exponents[..., None]).flatten(1)
+
+
+def without(encode: Encoder, end: str) -> Encoder:
+    """An encoder's parts but one."""
+
+    def encode_less(numbers: Tensor) -> Encoded:
+        parts, values = encode(numbers)
+        return {name: part for name, part in parts.items() if name != end}, values
+
+    return encode_less
+
+
+def auto_round_settings(packing: str = "auto_round:auto_gptq", **others: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "auto-round", "packing_format": packing, "bits": 4, "group_size": 128, "sym": True,
+        "data_type": "int", "autoround_version": "0.9.2", "block_name_to_quantize": "model.layers", "iters": 1000,
+        "batch_size": 4, "low_gpu_mem_usage": True, "enable_quanted_input": False, **others,
+    }  # fmt: skip
+
+
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def e2m1(scaled: Tensor) -> tuple[Tensor, Tensor]:
+    """Bytes of two numbers each, along the last dimension, and the numbers that they stand for."""
+    codes = (scaled.abs()[..., None] - FP4).abs().argmin(-1) + 8 * (scaled < 0)
+    return (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8), torch.where(scaled < 0, -1, 1) * FP4[codes % 8]
+
+
+def nvfp4(group: int = 16, *, divides: bool = False) -> Encoder:
+    """https://github.com/NVIDIA/Model-Optimizer, `NVFP4QTensor.quantize`; also experts [experts, depth, rows].
+
+    divides: as https://github.com/vllm-project/compressed-tensors has it, `nvfp4`
+    """
+
+    def encode(numbers: Tensor) -> Encoded:
+        groups = numbers.transpose(-1, -2) if numbers.ndim == 3 else numbers
+        groups = groups.unflatten(-1, (-1, group))  # type: ignore[no-untyped-call]
+        factor = groups.abs().amax() / (6 * 448)
+        scales = (groups.abs().amax(-1) / 6 / factor).to(torch.float8_e4m3fn)
+        each = scales.float() * factor
+        pairs, values = e2m1(groups / each[..., None])
+        pairs, values = pairs.flatten(-2), (values * each[..., None]).flatten(-2)
+        if numbers.ndim == 3:
+            parts = {"": pairs.transpose(1, 2), "_weight_scale": scales.transpose(1, 2), "_weight_scale_2": factor}
+            return parts | {"_input_scale": torch.ones(())}, values.transpose(1, 2)
+        if divides:
+            parts = {".weight_packed": pairs, ".weight_global_scale": (1 / factor).view(1)}
+            return parts | {".weight_scale": scales, ".input_global_scale": torch.ones(1)}, values
+        parts = {".weight": pairs, ".weight_scale": scales, ".weight_scale_2": factor, ".input_scale": torch.ones(())}
+        return parts, values
+
+    return encode
+
+
+def modelopt_settings(algorithm: str = "NVFP4", **others: Any) -> dict[str, Any]:
+    """https://github.com/NVIDIA/Model-Optimizer, `convert_hf_quant_config_format`."""
+    return {
+        "config_groups": {"group_0": {"weights": {"dynamic": False, "num_bits": 4, "type": "float"}}},
+        "ignore": ["lm_head", "model.layers.0.self_attn*"], "quant_algo": algorithm, "quant_method": "modelopt",
+        "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+        "producer": {"name": "modelopt", "version": "0.44.0"}, **others,
+    }  # fmt: skip
+
+
+def mxfp4_packed(numbers: Tensor) -> Encoded:
+    """https://github.com/vllm-project/compressed-tensors, `mxfp4`"""
+    groups = numbers.unflatten(1, (-1, 32))  # type: ignore[no-untyped-call]
+    exponents = (groups.abs().amax(-1, keepdim=True) / 6).log2().ceil()
+    pairs, values = e2m1(groups / 2**exponents)
+    parts = {".weight_packed": pairs.flatten(1), ".weight_scale": (exponents[..., 0] + 127).to(torch.uint8)}
+    return parts, (values * 2**exponents).flatten(1)
 
 
 def mxfp4(numbers: Tensor) -> Encoded:
@@ -252,14 +334,9 @@ def mxfp4(numbers: Tensor) -> Encoded:
         return {".weight": numbers}, numbers
     groups = numbers.transpose(1, 2).unflatten(2, (-1, 32))  # type: ignore[no-untyped-call]
     exponents = (groups.abs().amax(-1, keepdim=True) / 6).log2().ceil()
-    scaled = groups / 2**exponents
-    codes = (scaled.abs()[..., None] - FP4).abs().argmin(-1) + 8 * (scaled < 0)
-    values = torch.where(scaled < 0, -1, 1) * FP4[codes % 8] * 2**exponents
-    parts = {
-        "_blocks": (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8),
-        "_scales": (exponents[..., 0] + 127).to(torch.uint8),
-    }
-    return parts, values.flatten(2).transpose(1, 2)
+    pairs, values = e2m1(groups / 2**exponents)
+    parts = {"_blocks": pairs, "_scales": (exponents[..., 0] + 127).to(torch.uint8)}
+    return parts, (values * 2**exponents).flatten(2).transpose(1, 2)
 
 
 NF4 = torch.tensor([

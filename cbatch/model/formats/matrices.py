@@ -70,6 +70,13 @@ class EncodedMatrix(StoredMatrix):
     def label(self) -> str:
         """How its numbers are stored, for people."""
 
+    def taken(self, name: str, rows: Rows) -> Tensor:
+        """Rows of a tensor of bytes; of all experts if it is [experts, depth, rows]."""
+        if not self.experts:
+            return self.tensors.take(name, rows).view(torch.uint8)
+        expert, column = (torch.from_numpy(part) for part in divmod(rows, self.rows))
+        return self.tensors[name].view(torch.uint8)[expert, :, column]
+
 
 @dataclass(eq=False)
 class FloatMatrix(EncodedMatrix):
@@ -93,20 +100,21 @@ class FloatMatrix(EncodedMatrix):
     def kept(self, rows: Rows, format: int) -> Integers | None:
         if format != FP8:
             return None
-        return Integers(self.tensors.take(self.name, rows).view(torch.uint8), self.scales(rows))
+        return Integers(self.taken(self.name, rows), self.scales(rows))
 
     def lost(self, held: Collection[int]) -> set[str]:
         return set() if self.packing.format == FP8 and FP8 in held else {self.label}
 
     def values(self, rows: Rows) -> Tensor:
-        numbers, scales = self.tensors.take(self.name, rows).float(), self.scales(rows)
+        numbers, scales = self.taken(self.name, rows).view(torch.float8_e4m3fn).float(), self.scales(rows)
         if scales.shape[1] == 1:
             return numbers * scales
         return numbers * scales.repeat_interleave(self.block[1], dim=1)[:, : self.depth]
 
     def scales(self, rows: Rows) -> Tensor:
         """[rows, columns of blocks] float32"""
-        scales = self.tensors[self.scale].float()
+        stored = self.tensors[self.scale]
+        scales = (stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored).float()
         if scales.numel() == 1:
             return scales.reshape(1, 1).expand(len(rows), 1)
         return scales.view(len(scales), -1)[torch.from_numpy(rows) // self.block[0]]

@@ -21,7 +21,9 @@ from cbatch.model.stored import StoredMatrix, StoredWeights
 from cbatch.model.tensor_files import Tensors
 
 _KEY = "quantization_config"
-_OF_OTHERS = re.compile(r".*\.(input_scale|input_zero_point|input_global_scale|output_scale|[qkv]_scale)")
+_OF_OTHERS = re.compile(
+    r".*(_proj_input_scale|\.(input_scale|input_zero_point|input_global_scale|output_scale|(q|k|v|kv|prob)_scale))"
+)
 """Tensors for activations and KV caches that are rounded, which they are not here, or in another way."""
 
 
@@ -48,7 +50,7 @@ class QuantizedCheckpoint:
         given = settings_of(config)
         if not isinstance(given, Mapping):
             raise UnreadQuantization(f"its {_KEY} is {given!r}")
-        settings = Settings(given)
+        settings = Settings(_named(given))
         if settings.method not in METHODS:
             raise UnreadQuantization(f"weights of quant_method {settings.method} are not read")
         self.name = METHODS[settings.method].label
@@ -82,6 +84,15 @@ class QuantizedCheckpoint:
         numbers = sum(math.prod(source.shape) for source in kept.values())
         bits = 8 * tensors.num_bytes / max(1, numbers)
         return f"{self.name} with {bits:.2f} bits a weight (matrices: {formats or 'none'})"
+
+
+def _named(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with their method, which those of ModelOpt may leave out, or name by what they have changed."""
+    inner = given.get("quantization")
+    values = {**given, **inner} if isinstance(inner, Mapping) else dict(given)
+    values.pop("quantization", None)
+    method = "modelopt" if "quant_algo" in values else values.get("quant_method")
+    return values | {"quant_method": method.removeprefix("intel/") if isinstance(method, str) else method}
 
 
 def _have_stacks(names: Iterable[str]) -> bool:

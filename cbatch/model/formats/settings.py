@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,22 @@ from cbatch.model.tensor_files import TensorHeader, Tensors
 
 FLOATS = ("F16", "BF16", "F32")
 """Types of what is not quantized, scales among it."""
+
+OF_MAKERS = (
+    "damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "model_name_or_path", "tokenizer",
+    "model_file_base_name", "meta", "dataset", "batch_size", "use_exllama", "disable_exllama", "exllama_config",
+    "max_input_length", "model_seqlen", "pad_token_id", "use_cuda_fp16", "cache_block_outputs", "backend", "lm_head",
+    "block_name_to_quantize", "module_name_preceding_first_block", "modules_in_block_to_quantize", "pack_dtype", "mse",
+    "desc_act", "sym", "act_group_aware", "offload_to_disk", "modules_to_not_convert", "method", "provider", "amp",
+    "autoround_version", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input", "iters", "lr",
+    "gradient_accumulate_steps", "low_gpu_mem_usage", "low_cpu_mem_usage", "minmax_lr", "nsamples", "scale_dtype",
+    "seqlen", "quant_block_list", "to_quant_block_names", "act_bits", "act_data_type", "act_dynamic", "act_group_size",
+    "act_sym", "enable_alg_ext", "enable_adam", "static_kv_dtype", "static_attention_dtype", "modules_to_fuse",
+    "do_fuse", "fuse_max_seq_len", "static_kv_granularity", "static_attention_granularity", "supported_types",
+)  # fmt: skip
+"""Settings of tools for integers that change nothing of what the tensors stand for, which show zero points, orders, and
+what is quantized.
+"""
 
 
 Matrices = Iterator[tuple[str, EncodedMatrix]]
@@ -29,7 +45,7 @@ class Settings:
     """The `quantization_config` of a config.json, whose keys are understood or refused."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
+        self._values = dict(values)
         self._read = {"quant_method"}
         self.method = str(values.get("quant_method"))
 
@@ -44,6 +60,44 @@ class Settings:
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted):
             raise self.unsupported(key, value)
         return value
+
+    def rename(self, **old_names: str) -> None:
+        """Reads values by the names that older files have for them."""
+        for name, old in old_names.items():
+            if (value := self.get(old)) is not None:
+                self.expect(old, self._values.setdefault(name, value))
+
+    def rules(self, key: str, read: Callable[[str, Settings], None]) -> None:
+        """Reads the settings of some modules. Raises UnreadQuantization, with the rule, for one that is not read."""
+        given = self.get(key) or {}
+        for name, values in given.items() if isinstance(given, Mapping) else ((key, given),):
+            try:
+                one = Settings({"quant_method": self.method, **values})
+                read(name, one)
+                one.finish()
+            except (UnreadQuantization, TypeError) as error:
+                raise self.unsupported(key, {name: values}) from error
+
+    def integers(self, key: str, *bits: int) -> tuple[list[int], list[int]]:
+        """Bits that matrices may have, of these, and numbers that share a scale; the usual ones first.
+
+        key: of the settings of some modules, by their names or patterns
+        """
+        found, sizes = [self.expect("bits", *bits)], [self.group_size()]
+
+        def read(name: str, rule: Settings) -> None:
+            rule.ignore(*OF_MAKERS)
+            if name.startswith("-:") or (rule.get("bits") or 0) >= 16:  # not quantized
+                rule.ignore("group_size", "data_type")
+                return
+            rule.expect("data_type", "int")
+            found.append(rule.expect("bits", found[0], *bits))
+            sizes.append(sizes[0] if rule.get("group_size") is None else rule.group_size())
+
+        self.ignore(*OF_MAKERS)
+        self.expect("data_type", "int")
+        self.rules(key, read)
+        return found, sizes
 
     def group_size(self) -> int:
         """Numbers of a row that share a scale; -1 for all."""
@@ -112,10 +166,10 @@ class Headers:
         shapes: dict[tuple[int, ...], tuple[int, int]] = {
             (): (rows, depth), (1,): (rows, depth), (1, 1): (rows, depth), (rows,): (1, depth), (rows, 1): (1, depth)
         }  # fmt: skip
-        if blocks:
-            sizes = {(min(high, rows), min(wide, depth)) for high, wide in blocks}
-            shapes |= {(-(-rows // high), -(-depth // wide)): (high, wide) for high, wide in sizes}
-        self.check(name, (*FLOATS, "F8_E8M0"), *shapes)
+        for high, wide in {(min(high, rows), min(wide, depth)) for high, wide in blocks}:
+            count = -(-rows // high), -(-depth // wide)
+            shapes[count] = shapes[count[0], 1, count[1], 1] = high, wide
+        self.check(name, (*FLOATS, "F8_E8M0", "U8"), *shapes)
         return shapes[self.tensors.header(name).shape]
 
     @staticmethod
@@ -123,6 +177,15 @@ class Headers:
         """Numbers of a row that share a scale, and how many such groups it has. size: of the settings"""
         group = depth if size == -1 else min(size, depth)
         return group, -(-depth // group)
+
+    def grouping(self, name: str, sizes: Iterable[int], depth: int, rows: int) -> tuple[int, int]:
+        """The same of a matrix, given the name of its scales [groups, rows]. sizes: of which its settings tell"""
+        found = sorted({self.groups(size, depth) for size in sizes})
+        self.check(name, FLOATS, *((count, rows) for _, count in found))
+        fitting = [one for one in found if one[1] == self.tensors.header(name).shape[0]]
+        if len(fitting) > 1:
+            raise self.misshaped(name, f"of groups of either {fitting[0][0]} or {fitting[1][0]}")
+        return fitting[0]
 
     def is_nonzero(self, name: str) -> bool:
         """Whether a tensor has numbers other than 0."""

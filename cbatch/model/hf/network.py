@@ -13,7 +13,10 @@ from tempfile import gettempdir
 from typing import Any
 
 from cbatch.base.errors import CbatchError, ModelError, first_sentence
+from cbatch.base.model_files import model_folder
+from cbatch.model.config import read_model_config
 from cbatch.model.device_map import is_disk_full
+from cbatch.model.formats.quantized import settings_of
 from cbatch.model.hf.memory_check import check_weights_fit
 from cbatch.model.hf.placement import keep_rewritten_weights
 from cbatch.model.load_plan import LoadPlan, choose_dtype
@@ -35,6 +38,7 @@ def load_network(plan: LoadPlan) -> Any:
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
         number = choose_dtype(plan.dtype, getattr(config.get_text_config(), "dtype", None), plan.device)
         check_weights_fit(plan, config, number)
+        _check_quantization(plan)
         load = partial(
             AutoModelForCausalLM.from_pretrained,
             source,
@@ -73,6 +77,16 @@ def load_network(plan: LoadPlan) -> Any:
         )
     missing = sorted(report["missing_keys"])
     raise ModelError(f"Cannot load {source}: {len(missing)} of its weights are not in its files, such as {missing[0]}.")
+
+
+def _check_quantization(plan: LoadPlan) -> None:
+    """Raises ModelError for quantized weights that transformers would take for numbers."""
+    from transformers.quantizers import AutoHfQuantizer
+
+    settings = settings_of(read_model_config(model_folder(plan.source, plan.revision)))
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    if settings is not None and not (method and AutoHfQuantizer.supports_quant_method(settings)):
+        raise ModelError(f"Cannot load {plan.source}: transformers does not read weights of quant_method {method}.")
 
 
 def _silence_libraries() -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cbatch.kernels.formats import BFLOAT16, INT4, INT4_ZEROS, INT8
+from cbatch.kernels.formats import BFLOAT16, INT4, INT4_ZEROS, INT8, MXFP4, NVFP4
 from cbatch.model.cpu import CpuModel
 from cbatch.model.families import read_program
 from cbatch.model.formats.quantized import QuantizedCheckpoint, without_quantization
@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
 GROUPS = {"strategy": "group", "group_size": 128}
 CHANNELS = {"strategy": "channel"}
-FLOAT = {"num_bits": 8, "type": "float"}
+FLOAT, FP4 = ({"num_bits": bits, "type": "float"} for bits in (8, 4))
 TOKENS = {"num_bits": 8, "strategy": "token", "dynamic": True}
 FLOAT_TOKENS = TOKENS | {"type": "float"}
 CASES = {
@@ -56,6 +56,8 @@ CASES = {
     "w8a16, zero points": Case({"num_bits": 8, "symmetric": False, **CHANNELS}, INT8),
     "w8a8": Case({"num_bits": 8, **CHANNELS}, INT8, TOKENS),
     "w8a8, one scale": Case({"num_bits": 8, "strategy": "tensor"}, INT8, {"num_bits": 8, "strategy": "tensor"}),
+    "nvfp4": Case(FP4 | {"strategy": "tensor_group", "group_size": 16}, NVFP4),
+    "mxfp4": Case(FP4 | {"strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}, MXFP4),
     "fp8, rows": Case({**FLOAT, **CHANNELS}, INT8, FLOAT_TOKENS),
     "fp8, one scale": Case({**FLOAT, "strategy": "tensor"}, INT8, {**FLOAT, "strategy": "tensor"}),
     "fp8, blocks": Case(
@@ -83,7 +85,7 @@ def write_folder(folder: Path, case: Case) -> Any:
     for module in network.modules():
         if (given := getattr(module, "quantization_scheme", None)) is not None:
             with torch.no_grad():
-                for name, found in zip(("scale", "zero_point"), _scales(module.weight, given.weights), strict=True):
+                for name, found in _scales(module.weight, given.weights).items():
                     if (stored := getattr(module, f"weight_{name}", None)) is not None:
                         stored.copy_(found.view(stored.shape))
     compressor = ModelCompressor.from_pretrained_model(network)
@@ -93,18 +95,20 @@ def write_folder(folder: Path, case: Case) -> Any:
     return scheme
 
 
-def _scales(weight: Tensor, arguments: Any) -> tuple[Tensor, Tensor]:
+def _scales(weight: Tensor, arguments: Any) -> dict[str, Tensor]:
     """Scales and zero points of a matrix, from the smallest and largest of the numbers that share one."""
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     rows, depth = weight.shape
     high, wide = {
         "tensor": (rows, depth), "channel": (1, depth), "group": (1, arguments.group_size),
+        "tensor_group": (1, arguments.group_size),
         "block": tuple(arguments.block_structure or ()),
     }[arguments.strategy]  # fmt: skip
     blocks = weight.view(rows // high, high, depth // wide, wide)
-    scales, zeros = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), arguments)
-    return scales, zeros
+    whole = generate_gparam(weight.amin(), weight.amax()) if arguments.strategy == "tensor_group" else None
+    scales, zeros = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), arguments, whole)
+    return {"scale": scales, "zero_point": zeros} | ({} if whole is None else {"global_scale": whole})
 
 
 def unpacked(folder: Path, scheme: Any) -> dict[str, Tensor]:
@@ -120,9 +124,26 @@ def unpacked(folder: Path, scheme: Any) -> dict[str, Tensor]:
         state = {
             name.removeprefix(f"{module}."): tensor for name, tensor in tensors.items() if name.startswith(f"{module}.")
         }
+        if "fp4" in config["format"]:
+            numbers[f"{module}.weight"] = _unpacked_fp4(state, scheme.weights)
+            continue
         state["weight_scale"] = state["weight_scale"].float()
         numbers[f"{module}.weight"] = compressor.decompress(state, scheme)["weight"].float()
     return numbers
+
+
+def _unpacked_fp4(state: Mapping[str, Tensor], arguments: Any) -> Tensor:
+    """In float32, for which the package has bfloat16."""
+    from compressed_tensors.compressors.mx_utils import decompress_mx_scale
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+    packed, scale = state["weight_packed"], state["weight_scale"]
+    numbers = unpack_fp4_from_uint8(packed, len(packed), 2 * packed.shape[1], dtype=torch.float32)
+    scale = decompress_mx_scale(scale).float() if scale.dtype == torch.uint8 else scale.float()
+    whole = state.get("weight_global_scale")
+    found: Tensor = dequantize(numbers, scale, args=arguments, global_scale=whole, dtype=torch.float32)
+    return found
 
 
 def read(folder: Path) -> Mapping[str, Tensor]:

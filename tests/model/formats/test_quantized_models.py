@@ -18,24 +18,26 @@ from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 from cbatch.attention.cpu import CpuAttention
 from cbatch.base.errors import ModelError
 from cbatch.base.quantization import Quantization
-from cbatch.kernels.formats import BFLOAT16, FORMATS, INT4, INT4_ZEROS, INT8, MXFP4
+from cbatch.kernels.formats import BFLOAT16, FORMATS, INT4, INT4_ZEROS, INT8, MXFP4, NVFP4
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.cpu import CpuModel
 from cbatch.model.formats import settings as reader_settings
+from cbatch.model.formats.fp4 import Mxfp4Matrix, Nvfp4Matrix
 from cbatch.model.formats.methods import awq as awq_reader
 from cbatch.model.formats.methods.awq import AwqMatrix
 from cbatch.model.formats.methods.bitsandbytes import NestedMatrix
 from cbatch.model.formats.methods.compressed_tensors import CompressedMatrix
 from cbatch.model.formats.methods.gptq import GptqMatrix
-from cbatch.model.formats.methods.mxfp4 import Mxfp4Matrix
-from cbatch.model.formats.quantized import QuantizedCheckpoint
+from cbatch.model.formats.quantized import QuantizedCheckpoint, settings_of
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import NoFastPath, load_fast_model, load_model
 from cbatch.model.tensor_files import Tensors
 from tests.support.model_checks import PROMPTS, reference_logits
 from tests.support.programs import PROMPT, error_of, logits_in_chunks, typical_error
 from tests.support.quantized_folders import (
+    Encoded,
     Encoder,
+    auto_round_settings,
     awq,
     awq_settings,
     change_tensors,
@@ -46,11 +48,16 @@ from tests.support.quantized_folders import (
     fp8_settings,
     gptq,
     gptq_settings,
+    modelopt_settings,
     mxfp4,
+    mxfp4_packed,
+    mxfp8,
     nf4,
     nf4_settings,
+    nvfp4,
     tiny_model,
     whole_int8,
+    without,
     write_folder,
 )
 from tests.support.samples import sampled
@@ -74,6 +81,21 @@ class Case(NamedTuple):
     kind: str = "qwen3"
 
 
+def blocks_in_four_dimensions(numbers: Tensor) -> Encoded:
+    """As ModelOpt has the scales of FP8 in blocks."""
+    parts, values = fp8(scale="weight_scale")(numbers)
+    return parts | {".weight_scale": parts[".weight_scale"][:, None, :, None]}, values
+
+
+def fp8_experts(numbers: Tensor) -> Encoded:
+    """The matrices of all experts with one scale."""
+    if numbers.ndim == 2:
+        return fp8((0, 0), "weight_scale")(numbers)
+    scale = numbers.abs().amax() / 448
+    codes = (numbers / scale).to(torch.float8_e4m3fn)
+    return {"": codes, "_weight_scale": scale, "_input_scale": torch.ones(())}, codes.float() * scale
+
+
 def case(settings: dict[str, Any], encode: Encoder, format: int, label: str, *, lost: bool = False) -> Case:
     return Case(settings, encode, {format}, f"14 of {label}", lost)
 
@@ -81,13 +103,32 @@ def case(settings: dict[str, Any], encode: Encoder, format: int, label: str, *, 
 ZEROS = "groups of 128 with zero points"
 FLOAT = {"num_bits": 8, "type": "float", "group_size": None}
 WHOLE = {"num_bits": 8, "group_size": None}
+FP4 = {"num_bits": 4, "type": "float"}
 V2 = {"checkpoint_format": "gptq_v2", "sym": False}
+OLD = {"quant_method": "awq", "zero_point": True, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}
 CASES = {
     "awq, groups of 128": case(awq_settings(), awq(), INT4_ZEROS, f"4 bits in {ZEROS}"),
     "awq, groups of 32": case(awq_settings(32), awq(32), INT4_ZEROS, "4 bits in groups of 32 with zero points"),
     "awq, columns": case(awq_settings(-1), awq(-1), INT4_ZEROS, "4 bits in columns with zero points"),
     "awq, symmetric": case(awq_settings(64, zero_point=False), awq(64, symmetric=True), INT4, "4 bits in groups of 64"),
     "awq, groups of 16": case(awq_settings(16), awq(16), INT8, "4 bits in groups of 16 with zero points", lost=True),
+    "awq, old names": case(OLD, awq(), INT4_ZEROS, f"4 bits in {ZEROS}"),
+    "auto-round": case(auto_round_settings(), without(gptq(), ".g_idx"), INT4, "4 bits in groups of 128"),
+    "auto-round, zero points": case(
+        auto_round_settings("auto_round:gptq", sym=False), without(gptq(symmetric=False), ".g_idx"), INT4_ZEROS,
+        f"4 bits in {ZEROS}",
+    ),
+    "auto-round, its own zero points": case(
+        auto_round_settings("auto_round", sym=False), without(gptq(symmetric=False, version=2), ".g_idx"), INT4_ZEROS,
+        f"4 bits in {ZEROS}",
+    ),
+    "auto-round, awq": case(
+        auto_round_settings("auto_round:auto_awq", sym=False), awq(), INT4_ZEROS, f"4 bits in {ZEROS}"
+    ),
+    "auto-round's gptq": case(
+        gptq_settings(provider="auto-round", data_type="int", autoround_version="0.9.2", iters=200), gptq(), INT4,
+        "4 bits in groups of 128",
+    ),
     "gptq": case(gptq_settings(), gptq(), INT4, "4 bits in groups of 128"),
     "gptq, zero points": case(gptq_settings(sym=False), gptq(symmetric=False), INT4_ZEROS, f"4 bits in {ZEROS}"),
     "gptq, version 2": case(
@@ -136,6 +177,31 @@ CASES = {
         compressed_settings("naive-quantized", strategy="tensor", **FLOAT), fp8((0, 0), "weight_scale"), INT8, "FP8",
         lost=True,
     ),
+    "w8a8 of float8, powers of 2": case(
+        compressed_settings("mxfp8-quantized", **FLOAT | {"group_size": 32}), mxfp8, INT8, "FP8", lost=True
+    ),
+    "mxfp4-pack-quantized": case(
+        compressed_settings("mxfp4-pack-quantized", **FP4, group_size=32), mxfp4_packed, MXFP4, "MXFP4"
+    ),
+    "nvfp4-pack-quantized": case(
+        compressed_settings("nvfp4-pack-quantized", **FP4, strategy="tensor_group", group_size=16),
+        nvfp4(divides=True), NVFP4, "NVFP4",
+    ),
+    "modelopt, nvfp4": case(modelopt_settings(), nvfp4(), NVFP4, "NVFP4"),
+    "modelopt, nvfp4, experts in one tensor": Case(
+        modelopt_settings(), nvfp4(), {NVFP4}, "12 of NVFP4", kind="gpt_oss"
+    ),
+    "modelopt, fp8": case(
+        modelopt_settings("FP8", quant_method=None), fp8((0, 0), "weight_scale"), INT8, "FP8", lost=True
+    ),
+    "modelopt, fp8, blocks": case(
+        modelopt_settings("FP8_PB_WO"), blocks_in_four_dimensions, INT8, "FP8", lost=True
+    ),
+    "modelopt, nvfp4 in groups of 32": case(modelopt_settings("W4A8_NVFP4_FP8"), nvfp4(32), NVFP4, "NVFP4"),
+    "modelopt, fp8, experts in one tensor": Case(
+        modelopt_settings("FP8"), fp8_experts, {INT8}, "12 of FP8", lost=True, kind="gpt_oss"
+    ),
+    "modelopt, mxfp8": case(modelopt_settings("MXFP8"), mxfp8, INT8, "FP8", lost=True),
     "fp8": case(fp8_settings(), fp8(), INT8, "FP8", lost=True),
     "fp8, small blocks": case(fp8_settings((32, 64)), fp8((32, 64)), INT8, "FP8", lost=True),
     "fp8, one scale": case(fp8_settings(None, activation_scheme="static"), fp8((0, 0)), INT8, "FP8", lost=True),
@@ -208,6 +274,123 @@ def test_some_matrices_stay_numbers(tmp_path: Path) -> None:
     model = load(tmp_path / "model", activations="bf16")
     assert model.formats == {BFLOAT16, INT4} and "11 of 4 bits" in model.stored
     assert typical_error(logits_in_chunks(model, CpuAttention()), expected) < 0.04
+
+
+MIXED = {
+    "gptq": (
+        gptq_settings(
+            dynamic={"-:.*\\.v_proj": {}, r"+:.*\.down_proj": {"bits": 8, "group_size": 64}, "lm_head": {"bits": 8}}
+        ),
+        gptq(),
+        gptq(8, 64),
+    ),
+    "auto-round": (
+        auto_round_settings(
+            extra_config={
+                ".*v_proj": {"bits": 16, "data_type": "float"},
+                "model.layers.0.mlp.down_proj": {"bits": 8, "group_size": 64, "sym": True, "act_bits": 16},
+            }
+        ),
+        gptq(),
+        gptq(8, 64),
+    ),
+    "auto-round, awq": (
+        auto_round_settings("auto_round:auto_awq", extra_config={"down_proj": {"group_size": 32}}), awq(), awq(32)
+    ),
+    "modelopt": (
+        modelopt_settings(
+            "MIXED_PRECISION",
+            quantized_layers={"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A16_NVFP4", "group_size": 16}},
+        ),
+        nvfp4(),
+        fp8((0, 0), "weight_scale"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_modules_of_their_own_kind(name: str, tmp_path: Path) -> None:
+    """Guards rules for some modules: other bits, other groups, another format, or none; the tensors show which."""
+    settings, usual, other = MIXED[name]
+
+    def encode(module: str) -> Encoder | None:
+        return None if "v_proj" in module else other if "down_proj" in module else usual
+
+    network = write_folder(tmp_path / "model", tiny_model(), settings, encode, by_name=True)
+    expected = reference_logits(network, [PROMPT])[0]
+    assert error_of(logits_of(tmp_path / "model"), expected) < 1e-4
+    assert typical_error(logits_of(tmp_path / "model", "auto", activations="bf16"), expected) < 0.04
+
+
+HEADS = {
+    "gptq": (gptq_settings(lm_head=True), gptq(), INT4),
+    "w4a16": (compressed_settings(), compressed(), INT4),
+    "modelopt": (modelopt_settings(), nvfp4(), NVFP4),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_and_embeddings(name: str, tmp_path: Path) -> None:
+    """Guards a quantized head, which stays packed, and a quantized embedding beside it."""
+    settings, encode, format = HEADS[name]
+    also = {"lm_head": encode, "model.embed_tokens": encode}
+    network = write_folder(tmp_path / "model", tiny_model(), settings, encode, also=also)
+    expected = reference_logits(network, [PROMPT])[0]
+    assert error_of(logits_of(tmp_path / "model"), expected) < 1e-4
+    model = load(tmp_path / "model", activations="bf16")
+    assert model.formats == {format} and "16 of " in model.stored
+    assert typical_error(logits_in_chunks(model, CpuAttention()), expected) < 0.04
+
+
+@pytest.mark.parametrize("names", [("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"), ("kv_scale",)])
+def test_scales_of_a_cache(names: tuple[str, ...], tmp_path: Path) -> None:
+    """Guards AutoFP8's and ModelOpt's scales of a KV cache, which are left out."""
+    settings = fp8_settings(None, activation_scheme="static", kv_cache_scheme="static", ignored_layers=["lm_head"])
+    network = write_folder(tmp_path / "model", tiny_model(), settings, fp8((0, 0), "weight_scale"))
+    scales = {f"model.layers.{layer}.self_attn.{name}": torch.ones(1) for layer in (0, 1) for name in names}
+    change_tensors(tmp_path / "model", lambda tensors: tensors.update(scales))
+    assert error_of(logits_of(tmp_path / "model"), reference_logits(network, [PROMPT])[0]) < 1e-4
+
+
+def test_settings_beside_the_config(tmp_path: Path) -> None:
+    """Guards older files of ModelOpt, whose settings are in hf_quant_config.json only."""
+    network = written(CASES["modelopt, nvfp4"], tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+    quantization = {
+        "quant_algo": "NVFP4",
+        "kv_cache_quant_algo": "FP8",
+        "group_size": 16,
+        "exclude_modules": ["lm_head"],
+    }
+    beside = {"producer": {"name": "modelopt", "version": "0.23.0"}, "quantization": quantization}
+    (tmp_path / "model" / "hf_quant_config.json").write_text(json.dumps(beside))
+    assert equals_generate(tmp_path / "model", network, PROMPTS[:2])
+
+
+def test_transformers_does_not_take_them_for_numbers(tmp_path: Path) -> None:
+    """Guards FP8 of a method that transformers skips with a warning: it would leave the scales out."""
+    write_folder(tmp_path / "model", tiny_model(), modelopt_settings("FP8"), fp8((0, 0), "weight_scale"))
+    change_tensors(tmp_path / "model", lambda tensors: tensors.update({"model.extra": torch.ones(1)}))
+    with pytest.raises(
+        ModelError, match=r"not read weights of quant_method modelopt; and without .* family: model\.extra"
+    ):
+        load_model(LoadPlan(str(tmp_path / "model")))
+
+
+CONFIGS = sorted((Path(__file__).parents[2] / "data" / "configs").glob("*.json"))
+
+
+def test_published_settings_are_read() -> None:
+    """Guards the settings of published models: each of them is understood."""
+    configs = {path.stem: json.loads(path.read_text()) for path in CONFIGS}
+    read = {
+        name: QuantizedCheckpoint(config).name for name, config in configs.items() if settings_of(config) is not None
+    }
+    assert {"ModelOpt", "FP8", "MXFP4", "compressed-tensors"} <= set(read.values())
+    assert read["Qwen--Qwen3-32B-FP8-Static-PerTensor"] == read["nvidia--DeepSeek-V4-Pro-NVFP4"] == "ModelOpt"
 
 
 def test_experts_in_one_tensor_are_not_read_beside_quantized_matrices(tmp_path: Path) -> None:
@@ -299,6 +482,11 @@ DAMAGES: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
     "no JSON": ("nf4, nested", lambda tensors: tensors[LAST + NF4_STATE].fill_(0x5B), f"{NF4_STATE} does not say how"),
     "no sizes": ("nf4, nested", put(NF4_STATE, torch.tensor([*b"{}"], dtype=torch.uint8)), "does not say how"),
     "few exponents": ("mxfp4", cut("_scales", 1, STACK), "down_proj_scales is U8 ["),
+    "few scales of 16": ("modelopt, nvfp4", cut(".weight_scale", 1), "scale is F8_E4M3 [256, 8], and should be"),
+    "no factor": (
+        "modelopt, nvfp4", lambda tensors: tensors.pop(LAST + ".weight_scale_2"), "weight_scale is F8_E4M3 [256, 16],",
+    ),
+    "bytes without scales": ("nvfp4-pack-quantized", lambda tensors: tensors.pop(LAST + ".weight_scale"), "lack"),
     "short blocks": ("mxfp4", cut("_blocks", 3, STACK), "8], and should be U8 ["),
 }  # fmt: skip
 
@@ -329,8 +517,26 @@ UNREAD = [
     (awq_settings(some_rotation="hadamard"), "awq weights with some_rotation = 'hadamard' are not read"),
     (gptq_settings(3), "gptq weights with bits = 3 are not read"),
     (gptq_settings(checkpoint_format="marlin"), "gptq weights with checkpoint_format = 'marlin' are not read"),
-    (gptq_settings(dynamic={"lm_head": {"bits": 8}}), "gptq weights with dynamic = {'lm_head': {'bits': 8}} are not"),
-    (compressed_settings("nvfp4-pack-quantized"), "with format = 'nvfp4-pack-quantized' are not read"),
+    (gptq_settings(dynamic={"+:.*up.*": {"bits": 2}}), r"with dynamic = {'\+:.\*up.\*': {'bits': 2}} are not read"),
+    (
+        gptq_settings(dynamic={"up": {"adapter": {"rank": 8}}}),
+        "with dynamic = {'up': {'adapter': {'rank': 8}}} are",
+    ),
+    (gptq_settings(dynamic=["up"]), r"with dynamic = {'dynamic': \['up'\]} are not read"),
+    (auto_round_settings("auto_round:llm_compressor"), "auto-round weights with packing_format = 'auto_round:llm_comp"),
+    (auto_round_settings(data_type="mx_fp"), "auto-round weights with data_type = 'mx_fp' are not read"),
+    (auto_round_settings(extra_config={"up": {"bits": 3}}), "with extra_config = {'up': {'bits': 3}} are not read"),
+    (
+        auto_round_settings("auto_round:awq", extra_config={"up": {"bits": 8}}),
+        "extra_config = {'up': {'bits': 8}}",
+    ),
+    (awq_settings(w_bit=3), "awq weights with w_bit = 3 are not read"),
+    (modelopt_settings("W4A16_AWQ"), "modelopt weights with quant_algo = 'W4A16_AWQ' are not read"),
+    (modelopt_settings(moe_quant_algo="W8A16"), "modelopt weights with moe_quant_algo = 'W8A16' are not read"),
+    (
+        modelopt_settings("MIXED_PRECISION", quantized_layers={"up": {"quant_algo": "NVFP4_AWQ"}}),
+        "with quantized_layers = {'up': {'quant_algo': 'NVFP4_AWQ'}} are not read",
+    ),
     (compressed_settings(num_bits=2), "compressed-tensors weights with num_bits = 2 are not read"),
     (compressed_settings(num_bits=4, type="float"), "compressed-tensors weights with num_bits = 4 are not read"),
     (compressed_settings(strategy="token"), "compressed-tensors weights with strategy = 'token' are not read"),
@@ -417,6 +623,8 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], Any]]] = {
     "w4a16, scales": ("w4a16", changed(CompressedMatrix, "scales", neighbour)),
     "w8a8, integers": ("w8a8", changed(CompressedMatrix, "codes", swapped)),
     "mxfp4, order of a byte": ("mxfp4", changed(Mxfp4Matrix, "codes", swapped)),
+    "nvfp4, order of a byte": ("modelopt, nvfp4", changed(Nvfp4Matrix, "codes", swapped)),
+    "nvfp4, scales": ("modelopt, nvfp4", changed(Nvfp4Matrix, "scales", neighbour)),
     "mxfp4, exponents": ("mxfp4", changed(Mxfp4Matrix, "scales", neighbour)),
     "fp8, blocks": ("fp8, small blocks", larger_blocks),
     "nf4, blocks": ("nf4, nested", nested_with(block=128)),

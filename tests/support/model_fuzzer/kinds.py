@@ -33,7 +33,9 @@ from tests.support.quantized_folders import (
     fp8_settings,
     gptq,
     gptq_settings,
+    modelopt_settings,
     mxfp4,
+    nvfp4,
     tiny_model,
     whole_int8,
     write_folder,
@@ -46,6 +48,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Encoder, str]] = {
     "w8a8": (compressed_settings("int-quantized", strategy="channel", num_bits=8), whole_int8(), "qwen2"),
     "fp8": (fp8_settings((32, 32)), fp8((32, 32)), "qwen3"),
     "mxfp4": ({"quant_method": "mxfp4"}, mxfp4, "gpt_oss"),
+    "nvfp4": (modelopt_settings(), nvfp4(), "qwen3"),
 }
 """Folders of quantized weights: their settings, how matrices are packed, and the model's type."""
 

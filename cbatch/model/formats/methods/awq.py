@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.model.formats.matrices import ColumnMatrix, unpacked, unpacked_rows
-from cbatch.model.formats.settings import FLOATS, Headers, Matrices, Method, Reader, Settings
+from cbatch.model.formats.settings import Headers, Matrices, Method, Reader, Settings
 from cbatch.model.stored import Rows
 
 _ORDER = np.array((0, 2, 4, 6, 1, 3, 5, 7))
@@ -23,19 +23,21 @@ _PLACES = np.argsort(_ORDER)
 
 
 def _read(settings: Settings) -> Reader:
-    settings.expect("version", "gemm", "GEMM")
-    settings.expect("bits", 4)
-    settings.ignore(
-        "modules_to_not_convert", "modules_to_fuse", "do_fuse", "fuse_max_seq_len", "backend", "exllama_config"
-    )
-    size, has_zeros = settings.group_size(), settings.expect("zero_point", True, False)
+    settings.rename(bits="w_bit", group_size="q_group_size")
+    for key in ("version", "format", "checkpoint_format"):
+        settings.expect(key, "gemm", "GEMM")
+    return awq_reader(settings, "dynamic")
+
+
+def awq_reader(settings: Settings, rules: str) -> Reader:
+    """rules: see `Settings.integers`"""
+    sizes, has_zeros = settings.integers(rules, 4)[1], settings.expect("zero_point", True, False)
 
     def matrices(headers: Headers) -> Matrices:
         for module in headers.modules(".qweight"):
             name, scale, zero = (f"{module}.{part}" for part in ("qweight", "scales", "qzeros"))
             depth, words = headers.shape(name, ("I32",), 2)
-            group, groups = headers.groups(size, depth)
-            headers.check(scale, FLOATS, (groups, 8 * words))
+            group, groups = headers.grouping(scale, sizes, depth, 8 * words)
             if has_zeros or zero in headers.tensors:
                 headers.check(zero, ("I32",), (groups, words))
             yield f"{module}.weight", AwqMatrix(headers.tensors, name, 8 * words, depth, scale, group=group, zero=zero)

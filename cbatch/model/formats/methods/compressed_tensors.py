@@ -5,7 +5,10 @@
 | pack-quantized | `weight_packed` [rows, depth * bits / 32] int32, integers plus 8 or 128; `weight_shape` [2] |
 | int-quantized | `weight` [rows, depth] int8 |
 | float-quantized | `weight` [rows, depth] float8_e4m3fn |
-| naive-quantized | one of the last two |
+| mxfp8-quantized | the same, with exponents of 2, plus 127, as scales of 32 numbers |
+| naive-quantized | one of these |
+| mxfp4-pack-quantized | `weight_packed` [rows, depth / 2] uint8; scales are exponents of 2, plus 127 |
+| nvfp4-pack-quantized | the same; scales are e4m3, and divided by `weight_global_scale` |
 
 `weight_scale` is [rows, groups], one number, or [blocks, blocks] for numbers of 8 bits. `weight_zero_point` is the same
 in int8; in pack-quantized, several rows may be in a word. `weight_g_idx` [depth] is the group of each number. Which of
@@ -21,11 +24,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cbatch.model.formats.fp4 import fp4_matrix
 from cbatch.model.formats.matrices import EncodedMatrix, FloatMatrix, GroupedMatrix, as_float32, unpacked, unpacked_rows
 from cbatch.model.formats.settings import FLOATS, Headers, Matrices, Method, Reader, Settings
 from cbatch.model.stored import Rows
 
-_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
+_FORMATS = (
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized", "mxfp4-pack-quantized",
+    "nvfp4-pack-quantized", "mixed-precision", "dense",
+)  # fmt: skip
 
 
 def _read(settings: Settings) -> Reader:
@@ -46,11 +53,14 @@ def _read(settings: Settings) -> Reader:
             raise settings.unsupported("config_groups", {name: values})
         scheme = Settings({"quant_method": settings.method, **weights})
         is_float = scheme.expect("type", "int", "float") == "float"
-        scheme.expect("num_bits", *((8,) if is_float else (8, 4)))
+        format = str(values.get("format") or settings.get("format"))
+        scheme.expect("num_bits", *((8, 4) if not is_float or "fp4" in format or "mixed" in format else (8,)))
         scheme.expect("dynamic", False)
-        strategy = scheme.expect("strategy", "tensor", "channel", "group", *(["block"] if is_float else []))
+        floats = ("block", "tensor_group") if is_float else ()
+        strategy = scheme.expect("strategy", "tensor", "channel", "group", *floats)
         if strategy == "group":
             groups.add(scheme.group_size())
+            blocks.add((1, scheme.group_size()))
         if strategy == "block":
             blocks.add(scheme.block("block_structure"))
         Settings({"quant_method": settings.method, **values}).expect("format", *_FORMATS)
@@ -61,7 +71,11 @@ def _matrices(sizes: Collection[int], blocks: Collection[tuple[int, int]], heade
     """sizes: numbers of a row that may share a scale; blocks: rows and columns that may"""
     packed = list(headers.modules(".weight_packed"))
     for module in packed:
-        yield f"{module}.weight", _packed(sizes, headers, module)
+        name = f"{module}.weight"
+        if headers.tensors.header(f"{name}_packed").type == "U8":
+            yield name, fp4_matrix(headers, f"{name}_packed", f"{name}_scale", f"{name}_global_scale", divides=True)
+        else:
+            yield name, _packed(sizes, headers, module)
     for module in headers.modules(".weight_scale"):
         if module not in packed:
             yield f"{module}.weight", _whole(sizes, blocks, headers, module)

@@ -4,6 +4,9 @@ A matrix [rows, depth] of integers of 4 or 8 bits is stored the other way round:
 int32 has several numbers of a row in a word, and `qzeros` [groups, rows * bits / 32] the zero points of several rows.
 They are stored minus one, unless `checkpoint_format` is gptq_v2. `scales` are [groups, rows]. `g_idx` [depth] is the
 group of each number of a row: with `desc_act`, those of a group do not lie side by side.
+
+Rules in `dynamic` give modules that match a pattern other bits or groups, which the tensors show; one that begins with
+`-:` leaves its modules as they are.
 """
 
 from __future__ import annotations
@@ -16,37 +19,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.model.formats.matrices import ColumnMatrix, unpacked, unpacked_rows
-from cbatch.model.formats.settings import FLOATS, Headers, Matrices, Method, Reader, Settings
+from cbatch.model.formats.settings import Headers, Matrices, Method, Reader, Settings
 from cbatch.model.stored import Rows
-
-_OF_MAKERS = (
-    "damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "model_name_or_path", "tokenizer",
-    "model_file_base_name", "meta", "dataset", "batch_size", "use_exllama", "disable_exllama", "exllama_config",
-    "max_input_length", "model_seqlen", "pad_token_id", "use_cuda_fp16", "cache_block_outputs", "backend", "lm_head",
-    "block_name_to_quantize", "module_name_preceding_first_block", "modules_in_block_to_quantize", "pack_dtype", "mse",
-    "desc_act", "sym", "act_group_aware", "offload_to_disk", "modules_to_not_convert",
-)  # fmt: skip
-"""Settings that change nothing of what the tensors stand for; zero points and orders are read from these."""
 
 
 def _read(settings: Settings) -> Reader:
-    bits = settings.expect("bits", 4, 8)
     version = settings.expect("checkpoint_format", "gptq", "gptq_v2")
     settings.expect("format", version)
-    settings.ignore(*_OF_MAKERS)
-    size, each, shift = settings.group_size(), 32 // bits, int(version == "gptq")
+    return gptq_reader(settings, "dynamic", shift=int(version == "gptq"))
+
+
+def gptq_reader(settings: Settings, rules: str, *, shift: int) -> Reader:
+    """rules: see `Settings.integers`; shift: what has been subtracted from zero points"""
+    bits, sizes = settings.integers(rules, 4, 8)
 
     def matrices(headers: Headers) -> Matrices:
         for module in headers.modules(".qweight"):
             name, scale, zero, place = (f"{module}.{part}" for part in ("qweight", "scales", "qzeros", "g_idx"))
             words, rows = headers.shape(name, ("I32",), 2)
-            depth = each * words
-            group, groups = headers.groups(size, depth)
-            headers.check(scale, FLOATS, (groups, rows))
-            headers.check(zero, ("I32",), (groups, -(-rows // each)))
+            columns = headers.shape(zero, ("I32",), 2)[1]
+            own = next((one for one in bits if -(-rows * one // 32) == columns), bits[0])
+            depth = 32 // own * words
+            group, groups = headers.grouping(scale, sizes, depth, rows)
+            headers.check(zero, ("I32",), (groups, -(-rows * own // 32)))
             order = headers.order(place, depth, group, groups)
             where = headers.tensors, name, rows, depth, scale
-            made = GptqMatrix(*where, bits=bits, group=group, order=order, zero=zero, shift=shift)
+            made = GptqMatrix(*where, bits=own, group=group, order=order, zero=zero, shift=shift)
             yield f"{module}.weight", made
 
     return matrices
