@@ -1,0 +1,64 @@
+"""How much worse real models get at prose in each data type, quantization and type of KV cache."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from scripts.real_model import GEMMA3, SMOLLM2, RealModel
+from tests.support.real_models import engine_of, perplexity
+
+pytestmark = pytest.mark.real
+
+QUICK_TOKENS, MANY_TOKENS = 400, 2000
+
+BOUNDS: list[tuple[str, dict[str, Any], float, float]] = [
+    ("hf", {"dtype": "bfloat16"}, 1.01, 1.01),
+    ("hf", {"dtype": "float16"}, 1.01, 1.01),
+    ("hf", {"kv_dtype": "u8"}, 1.02, 1.02),
+    ("hf", {"quantize": "int8"}, 1.03, 1.03),
+    ("hf", {"quantize": "int8", "activations": "bf16"}, 1.02, 1.02),
+    ("hf", {"quantize": "int4"}, 1.35, 1.7),
+    ("hf", {"quantize": "int4", "activations": "bf16"}, 1.35, 1.7),
+    ("gguf", {"dtype": "float32"}, 1.01, 1.01),
+    ("gguf", {}, 1.03, 1.03),
+    ("gguf", {"kv_dtype": "u8"}, 1.03, 1.03),
+]
+"""What is loaded, and the most that its perplexity is, as a multiple of float32's: SmolLM2's and Gemma's."""
+
+QUICK = [0, 2, 3, 5, 8]
+"""Those of SmolLM2 that are tried on few tokens."""
+
+
+def measured(model: RealModel, kind: str, num_tokens: int, **options: Any) -> float:
+    with engine_of(model.gguf if kind == "gguf" else model.folder, **options) as engine:
+        return perplexity(engine, num_tokens)
+
+
+@cache
+def exact(model: RealModel, num_tokens: int) -> float:
+    return measured(model, "hf", num_tokens, dtype="float32")
+
+
+def check(model: RealModel, number: int, num_tokens: int) -> None:
+    kind, options, *bounds = BOUNDS[number]
+    bound, float32 = bounds[model is GEMMA3], exact(model, num_tokens)
+    assert 10 < float32 < 100, "the model reads prose"
+    found = measured(model, kind, num_tokens, **options)
+    assert float32 / 1.03 < found < float32 * bound, f"{found / float32:.4f} times float32's {float32:.3f}"
+
+
+def test_few_tokens() -> None:
+    """Guards against a precision that loses more than it says, on what most people use."""
+    for number in QUICK:
+        check(SMOLLM2, number, QUICK_TOKENS)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", range(len(BOUNDS)), ids=lambda number: f"{BOUNDS[number][0]}-{BOUNDS[number][1]}")
+@pytest.mark.parametrize("model", [SMOLLM2, GEMMA3], ids=lambda model: model.name)
+def test_many_tokens(model: RealModel, number: int) -> None:
+    """Guards the same for all of them, beyond one step and one window of Gemma's."""
+    check(model, number, MANY_TOKENS)
