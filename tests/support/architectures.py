@@ -246,7 +246,7 @@ def tiny_config(model_type: str) -> Any:
     model_type, own = VARIANTS.get(model_type, (model_type, {}))
     name = WITHOUT_CAUSAL_CLASS.get(model_type)
     kind = getattr(transformers, name).config_class if name else CONFIG_MAPPING[model_type]
-    return kind(**_shrunk(kind().to_dict()) | own)
+    return kind(**shrunk(kind().to_dict()) | own)
 
 
 def make_architecture(model_type: str, gain: float = 1.5, **sizes: Any) -> Any:
@@ -287,7 +287,7 @@ def draw(network: nn.Module, gain: float) -> None:
                     parameter.normal_(std=gain / fan_in**0.5, generator=generator)
 
 
-def _shrunk(fields: dict[str, Any]) -> dict[str, Any]:
+def shrunk(fields: dict[str, Any]) -> dict[str, Any]:
     layers = next((fields[name] for name in ("num_hidden_layers", "n_layer", "num_layers") if fields.get(name)), 0)
     names = [name for name in fields if isinstance(name, str) and not name.startswith("_")]
     small = {name: _small(name, fields[name], layers) for name in names if name not in ("id2label", "label2id")}
@@ -302,7 +302,7 @@ def _shrunk(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _small(name: str, value: Any, layers: int) -> Any:
     if isinstance(value, dict):
-        return _shrunk(value)
+        return shrunk(value)
     if value == 0 and value is not False and "window" not in name:  # a part that this family does not have by default
         return value
     if isinstance(value, list) and layers and len(value) == layers:

@@ -69,7 +69,7 @@ def saved_model(kind: str) -> SavedModel:
         transformers.utils.logging.disable_progress_bar()
         network.save_pretrained(folder)
         config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-        tensors = _read_all(Path(folder))
+        tensors = read_tensors(Path(folder))
     if kind in WITHOUT_CAUSAL_CLASS and "text_config" in config:
         config = config["text_config"] | {"tie_word_embeddings": config.get("tie_word_embeddings", False)}
         parts = ((_OF_TEXT.fullmatch(name), tensor) for name, tensor in tensors.items())
@@ -95,7 +95,7 @@ def _draw_buffers(network: Any) -> None:
             buffer.fill_(0.8)
 
 
-def _read_all(folder: Path) -> dict[str, Tensor]:
+def read_tensors(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}

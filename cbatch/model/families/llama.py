@@ -215,7 +215,7 @@ def cohere(model: Builder) -> None:
         bias=config.flag("attention_bias"), window=windows, norms=_norms if has_norms else None,
         rotary=[model.rotary if window or not is_second else None for window in windows],
     )  # fmt: skip
-    factor = config.number("logit_scale")
+    factor = 1.0 if config.is_wrapped else config.number("logit_scale")  # models with pictures do not scale logits
     decoder(model, attend, feed_forward(), norms=("input_layernorm", None), tied_by_default=True, factor=factor)
 
 

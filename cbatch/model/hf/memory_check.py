@@ -77,16 +77,23 @@ def _stored(plan: LoadPlan) -> list[StoredTensor]:
     return [tensor for path in weight_files(folder) for tensor in stored_tensors(path).values()]
 
 
+def auto_class(config: Any) -> Any:
+    """The class that makes the network of a config: also of models of text with pictures or sound."""
+    import transformers
+
+    names = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
+    found = [getattr(transformers, name) for name in names if hasattr(transformers, name)]
+    return next((one for one in found if type(config) in one._model_mapping), found[0])
+
+
 def _sizes(config: Any) -> tuple[int, int]:
     """Numbers of all parameters, and bytes of all buffers, of the network of a config, which is made without memory.
 
     Both are 0 if it cannot be made so, and loading it says why.
     """
-    from transformers import AutoModelForCausalLM
-
     try:
         with torch.device("meta"):
-            network = AutoModelForCausalLM.from_config(deepcopy(config), trust_remote_code=False)
+            network = auto_class(config).from_config(deepcopy(config), trust_remote_code=False)
     except Exception:
         return 0, 0
     numbers = sum(parameter.numel() for parameter in parameters_once(network))

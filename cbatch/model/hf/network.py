@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import io
 import logging
+import re
+from collections.abc import Mapping
 from contextlib import nullcontext, redirect_stderr
 from functools import partial
 from tempfile import gettempdir
@@ -17,7 +19,7 @@ from cbatch.base.model_files import model_folder
 from cbatch.model.config import read_model_config
 from cbatch.model.device_map import is_disk_full
 from cbatch.model.formats.quantized import settings_of
-from cbatch.model.hf.memory_check import check_weights_fit
+from cbatch.model.hf.memory_check import auto_class, check_weights_fit
 from cbatch.model.hf.placement import keep_rewritten_weights
 from cbatch.model.load_plan import LoadPlan, choose_dtype
 
@@ -30,17 +32,18 @@ def load_network(plan: LoadPlan) -> Any:
     Raises ModelError, with one sentence, for whatever transformers, the hub, safetensors or the device raise.
     """
     _silence_libraries()
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     source, revision, device_map = plan.source, plan.revision, plan.device_map
     config: Any = None
     try:
+        _check_kind(read_model_config(model_folder(source, revision)), source)
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
         number = choose_dtype(plan.dtype, getattr(config.get_text_config(), "dtype", None), plan.device)
         check_weights_fit(plan, config, number)
         _check_quantization(plan)
         load = partial(
-            AutoModelForCausalLM.from_pretrained,
+            auto_class(config).from_pretrained,
             source,
             revision=revision,
             config=config,
@@ -87,6 +90,23 @@ def _check_quantization(plan: LoadPlan) -> None:
     method = settings.get("quant_method") if isinstance(settings, dict) else None
     if settings is not None and not (method and AutoHfQuantizer.supports_quant_method(settings)):
         raise ModelError(f"Cannot load {plan.source}: transformers does not read weights of quant_method {method}.")
+
+
+def _check_kind(config: Mapping[str, Any], source: str) -> None:
+    """Raises ModelError for a type that transformers does not have, and says which version its files name."""
+    from transformers import CONFIG_MAPPING, __version__
+
+    kind, named = config.get("model_type"), str(config.get("transformers_version", ""))
+    if kind is None or kind in CONFIG_MAPPING:
+        return
+    why = "It needs code of its authors, which is not run."
+    if _numbers(named) > _numbers(__version__):
+        why = f"Its config.json is of version {named}: install that, or a newer one."
+    raise ModelError(f"Cannot load {source}: transformers {__version__} has no model type {kind!r}. {why}")
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)[:3]]
 
 
 def _silence_libraries() -> None:
