@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from cbatch.model.config_classes import class_of
 from cbatch.model.cpu import CpuModel
 from cbatch.model.cuda import CudaModel
 from cbatch.model.families import declared_kinds, read_program
+from cbatch.model.formats.quantized import without_quantization
 from cbatch.model.ops.all import Program
 from cbatch.model.ops.device_kernel import by_torch
 from scripts.config_classes import defaults
@@ -48,6 +50,7 @@ from tests.support.tiny_models import loaded
 
 pytestmark = pytest.mark.kernels
 
+CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 UNSEEN = [("gemma4", "Linear.factor"), ("gemma4_text", "Linear.factor"), ("lfm2_moe", "Route.choice_bias")]
 """Settings that change nothing there: a norm follows the linear, and the bias chooses the same experts."""
 KINDS = [*(kind for kind in declared_kinds() if kind in CLASSES | WITHOUT_CAUSAL_CLASS), *VARIANTS]
@@ -106,6 +109,18 @@ def test_other_names_for_a_class(name: str, kind: str) -> None:
     settings = {"attention_bias": True, "num_nextn_predict_layers": 1} if name == "mimo" else {}
     model = CpuModel(saved.config | settings | {"model_type": name}, tensors, torch.float32)
     assert error_of(logits_in_chunks(model, CpuAttention()), expected_logits(kind)) < 2e-4
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["nvidia--NVIDIA-Nemotron-3-Super-120B-A12B-FP8", "nvidia--NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16",
+     "nvidia--Nemotron-H-56B-Base-8K", "XiaomiMiMo--MiMo-V2-Flash", "XiaomiMiMo--MiMo-7B-Base",
+     "moonshotai--Kimi-K2-Instruct", "allenai--Olmo-3.1-32B-Instruct"],
+)  # fmt: skip
+def test_published_settings_have_a_program(name: str) -> None:
+    """Guards keys that authors write and transformers does not, and models of more experts than others have."""
+    config = json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
+    assert read_program(without_quantization(config)).kind == config["model_type"]
 
 
 def test_older_files_of_olmo_scale_full_attention_only() -> None:
