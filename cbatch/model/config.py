@@ -118,6 +118,10 @@ _POSITIONS = number(1, _TOKENS)
 """Some files have them as 4096.0."""
 _NAME = text()
 _EPSILON, _BASE = number(0, 1), number(1e-3, 1e15)
+_BASES = Kind(
+    f"{_BASE.words}, or a list of them",
+    lambda value: all(map(_BASE.accepts, value)) if isinstance(value, list) and value else _BASE.accepts(value),
+)
 
 
 def _named(kind: Kind, names: str) -> dict[str, Kind]:
@@ -144,7 +148,8 @@ _FIELDS: dict[str, Kind] = {
     **_named(
         whole(0, _WINDOW, listed=True), "sliding_window sliding_window_size attention_chunk_size attention_window"
     ),
-    **_named(_BASE, "rope_theta rotary_emb_base rope_local_base_freq global_rope_theta local_rope_theta"),
+    **_named(_BASES, "rope_theta"),
+    **_named(_BASE, "rotary_emb_base rope_local_base_freq global_rope_theta local_rope_theta"),
     **_named(number(0, 16), "partial_rotary_factor rotary_pct rope_pct"),
     **_named(
         _EPSILON, "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps norm_epsilon layernorm_epsilon rms_eps"

@@ -100,6 +100,7 @@ class Activation:
     limit:   0, or the most that gate and the size of up may be (GPT-OSS)
     slope:   factor of a silu's exponent
     up_offset: added to up
+    up_limit: 0, or the most that the size of up may be, if it is another than that of gate
     """
 
     name: str
@@ -108,6 +109,7 @@ class Activation:
     limit: float = 0.0
     slope: float = 1.0
     up_offset: float = 0.0
+    up_limit: float = 0.0
 
 
 def weights_of(value: Any) -> Iterator[Weight]:

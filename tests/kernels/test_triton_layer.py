@@ -152,7 +152,7 @@ def test_activations(name: str, dtype: torch.dtype) -> None:
         outs = [blank(3, inner, dtype=dtype) for _ in range(3)]
         ops.activate(both, Activation(name, True, params), outs[0])
         ops.activate(both[:, :inner].contiguous(), Activation(name, False, params), outs[1])
-        ops.activate(6 * both, Activation("silu", True, (), 7.0, 1.7, 1.0), outs[2])
+        ops.activate(6 * both, Activation("silu", True, (), 7.0, 1.7, 1.0, 5.0), outs[2])
         return outs
 
     check(run)

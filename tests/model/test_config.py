@@ -54,6 +54,7 @@ def test_what_no_model_has_is_a_sentence(name: str, folder: Path, tmp_path: Path
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}},
         {"rope_scaling": {"type": "longrope", "long_factor": [1, 1.5], "short_factor": [1.0, 1.0]}},
         {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 10000}}},
+        {"rope_theta": [5e6, 10000]},
         {"intermediate_size": [64, 128], "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 0},
         {"max_position_embeddings": 4096.0, "model_max_length": 10**30, "time_step_limit": [0.0, math.inf]},
         {"text_config": LLAMA, "vision_config": {"num_hidden_layers": 0, "hidden_size": [64, 128]}},

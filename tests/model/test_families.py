@@ -257,6 +257,25 @@ def test_contexts_end_where_an_index_chooses(caplog: pytest.LogCaptureFixture) -
         assert model.max_model_len == 24 and "A text has 24 tokens at most" in caplog.text
 
 
+def test_step_as_published() -> None:
+    """Guards Step 3.7's own names of settings, and lists that go on for the layers that predict more tokens."""
+    saved = saved_model("step3p5").config
+    rope = saved["rope_parameters"]
+    taken = ("rope_parameters", "per_layer_config", "n_routed_experts", "num_experts_per_tok", "num_key_value_heads",
+             "num_sliding_attention_heads", "share_expert_dim", "mlp_layer_types", "layer_types")  # fmt: skip
+    published = {key: value for key, value in saved.items() if key not in taken} | {
+        "moe_num_experts": saved["n_routed_experts"], "moe_top_k": saved["num_experts_per_tok"],
+        "num_attention_groups": saved["num_key_value_heads"], "share_expert_dims": saved["share_expert_dim"],
+        "attention_other_setting": {"num_attention_heads": 6}, "moe_layers_enum": "1", "num_nextn_predict_layers": 1,
+        "layer_types": [*saved["layer_types"], "sliding_attention"], "swiglu_limits": [*saved["swiglu_limits"], 0.0],
+        "rope_theta": [rope["sliding_attention"]["rope_theta"], rope["full_attention"]["rope_theta"], 1e3],
+        "partial_rotary_factors": [1.0, 0.5, 1.0],
+    }  # fmt: skip
+    found, expected = read_program(published), read_program(saved)
+    assert describe(replace(found, spare=())) == describe(replace(expected, spare=()))
+    assert re.fullmatch("|".join(found.spare), "model.layers.2.eh_proj.weight")
+
+
 def longrope_model(switch: int) -> SavedModel:
     """A Phi-3 whose frequencies are others in texts of more tokens than `switch`."""
     config = saved_model("phi3").config

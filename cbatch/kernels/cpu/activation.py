@@ -21,7 +21,7 @@ class ActivationParams(NamedTuple):
     """Which activation, one of NAMES.
 
     params: float32. Of xielu: alpha of positive numbers, alpha - beta of negative ones, beta, and the largest exponent.
-            Of clipped_silu: the limit of gate and up, the slope, and what is added to up
+            Of clipped_silu: the limit of gate, the slope, what is added to up, and the limit of up
     """
 
     kind: int
@@ -76,8 +76,8 @@ def activate(x: Any, activation: ActivationParams) -> None:
 @kernel
 def clipped_silu(gate: Any, up: Any, activation: ActivationParams) -> Any:
     """The gated activation of GPT-OSS."""
-    limit, slope, offset = activation.params[0], activation.params[1], activation.params[2]
+    limit, slope, offset, most = activation.params[0], activation.params[1], activation.params[2], activation.params[3]
     clipped = gate if not gate > limit else limit
-    other = up if not up > limit else limit
-    other = other if not other < -limit else -limit
+    other = up if not up > most else most
+    other = other if not other < -most else -most
     return clipped / (_ONE + exp(-slope * clipped)) * (other + offset)

@@ -41,7 +41,8 @@ def _activated(x, KIND, SLOPE, A, B, C, D):
 @triton.jit
 def _activate_kernel(
     up, out, INNER: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr,
-    SLOPE: tl.constexpr, UP_OFFSET: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+    UP_LIMIT: tl.constexpr, SLOPE: tl.constexpr, UP_OFFSET: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
+    C: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """One program per row and block of columns."""
     row = tl.program_id(0).to(tl.int64)
@@ -52,7 +53,7 @@ def _activate_kernel(
         other = tl.load(up + row * (2 * INNER) + INNER + column, mask=inside, other=0.0).to(tl.float32)
         if LIMIT != 0.0:
             gate = tl.minimum(gate, LIMIT)
-            other = tl.minimum(tl.maximum(other, -LIMIT), LIMIT)
+            other = tl.minimum(tl.maximum(other, -UP_LIMIT), UP_LIMIT)
         if UP_OFFSET != 0.0:
             other += UP_OFFSET
         x = _activated(gate, KIND, SLOPE, A, B, C, D) * other
@@ -68,8 +69,9 @@ def activate(up: Tensor, activation: Any, out: Tensor) -> None:
     block = min(power_of_2(inner), 1024)
     numbers = (*activation.params, 0.0, 0.0, 0.0, 0.0)[:4]
     _activate_kernel[(rows, -(-inner // block))](
-        up, out, inner, block, activation.gated, _NAMES.index(activation.name), activation.limit, activation.slope,
-        activation.up_offset, *numbers, **launch_options(block // 8),
+        up, out, inner, block, activation.gated, _NAMES.index(activation.name), activation.limit,
+        activation.up_limit or activation.limit, activation.slope, activation.up_offset, *numbers,
+        **launch_options(block // 8),
     )  # fmt: skip
 
 

@@ -426,10 +426,11 @@ class Layer:
             if not stacked:
                 own = [f"{prefix}{number}.{name}" for name in names]
                 return self.matrix(own, [columns // len(names)] * len(names), depth)
-            shape, name = ((depth, columns) if transpose else (columns, depth)), self.prefix + prefix + names[0]
-            part = Weight(name, (num_experts, *shape), number, transpose=transpose, rows=rows)
-            biases = Weight(f"{name}_bias", (num_experts, columns), number, rows=rows)
-            return Matrix((part,), (biases,) if bias else ())
+            width, names = columns // len(names), [self.prefix + prefix + name for name in names]
+            shape = (num_experts, *((depth, width) if transpose else (width, depth)))
+            parts = (Weight(name, shape, number, transpose=transpose, rows=rows) for name in names)
+            biases = (Weight(f"{name}_bias", (num_experts, width), number, rows=rows) for name in names if bias)
+            return Matrix(tuple(parts), tuple(biases))
 
         ups = tuple(matrix(number, first, both, hidden, order) for number in range(num_experts))
         downs = tuple(matrix(number, [last], hidden, size) for number in range(num_experts))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from typing import Any
+
 import torch
 
 from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind, rows_of
@@ -18,7 +22,7 @@ from cbatch.model.families.decoder import (
 from cbatch.model.families.deepseek import end_where_index_chooses
 from cbatch.model.families.experts import num_experts, output_gate
 from cbatch.model.families.rotary import rope_settings
-from cbatch.model.ops.all import RESIDUAL, Activation, Linear, Matrix, Norm, Normalize
+from cbatch.model.ops.all import RESIDUAL, Activation, Gate, Linear, Matrix, Norm, Normalize
 
 
 @family("mllama_text_model")
@@ -143,3 +147,80 @@ def minimax_m3(model: Builder) -> None:
         dense=feed_forward(size=config.get("dense_intermediate_size")),
     )  # fmt: skip
     decoder(model, attention(norms=head_norms()), feed)
+
+
+@family("step3p5")
+def step3p5(model: Builder) -> None:
+    """Windows may have other heads, all of which have gates. Some layers clip what goes into their last linears."""
+    config, layers = model.config, model.num_layers
+    model.read(norm=NormKind(config.get("rms_norm_eps"), offset=1.0), has_rotary=False)
+    config.expect("attention_bias", False)
+    config.expect("mlp_bias", False)
+    others = config.whole("num_nextn_predict_layers", 0)  # which predict more tokens; lists have entries for them
+    model.spare += [rf"model\.layers\.{layers + number}\..*" for number in range(others)]
+    kinds = list(config.get("layer_types") or ["full_attention"] * layers)[:layers]
+    heads, listed = model.sizes.heads, config.get("per_layer_config")
+    setting = config.get("attention_other_setting") or {}
+    windowed = int(config.get("num_sliding_attention_heads") or setting.get("num_attention_heads") or heads)
+    if listed is None:
+        listed = {str(i): {"num_attention_heads": windowed} for i in model.numbers if kinds[i] == "sliding_attention"}
+    own = [int(listed.get(str(i), {}).get("num_attention_heads", heads)) for i in model.numbers]
+    window = config.whole("sliding_window") if "sliding_attention" in kinds else 0
+
+    def rotary(kind: str) -> int:
+        given, first = config.get("rope_parameters") or {}, kinds.index(kind)
+        theta, parts = config.get("rope_theta"), config.get("partial_rotary_factors")
+        settings = {"rope_theta": theta[first] if isinstance(theta, list) else theta}
+        settings |= {"partial_rotary_factor": parts[first]} if parts else {}
+        settings |= config.get("rope_scaling") or {} if kind == "full_attention" else {}
+        return model.read_rotary(settings=given.get(kind, settings), part=1.0)
+
+    def gate(layer: Layer, source: str) -> Gate:
+        model.add(Linear(source, "gate", layer.matrix("self_attn.g_proj", own[layer.number], model.hidden_size)))
+        return Gate("gate", "attended", width=model.sizes.head_dim)
+
+    rotaries = {kind: rotary(kind) for kind in sorted(set(kinds))}
+    attend = attention(
+        sizes=[replace(model.sizes, heads=one) for one in own], rotary=[rotaries[kind] for kind in kinds], gate=gate,
+        window=[window if kind == "sliding_attention" else 0 for kind in kinds], norms=head_norms(),
+        scale=float(config.get("query_pre_attn_scalar") or model.sizes.head_dim) ** -0.5,
+    )  # fmt: skip
+    limits, shared_limits = config.get("swiglu_limits"), config.get("swiglu_limits_shared")
+    count, shared = config.whole("n_routed_experts"), config.whole("share_expert_dim")
+    dense = _dense_layers(config.get("mlp_layer_types"), config.get("moe_layers_enum"), layers)
+    router: dict[str, Any] = {
+        "name": "moe.gate", "scores": "sigmoid", "choice_bias": "moe.router_bias", "normalize": True,
+        "factor": config.number("moe_router_scaling_factor"),
+    }  # fmt: skip
+
+    def feed(layer: Layer, source: str) -> None:
+        clipped = _clipped(shared_limits[layer.number] if shared_limits else None)
+        if layer.number in dense:
+            feed_forward(activation=clipped)(layer, source)
+            return
+        layer.experts(
+            source, count, layer.route(source, count, **router), config.whole("moe_intermediate_size"),
+            prefix="moe.", names=("gate_proj.weight", "up_proj.weight", "down_proj.weight"), stacked=True,
+            activation=_clipped(limits[layer.number] if limits else None),
+        )  # fmt: skip
+        feed_forward(size=shared, prefix="share_expert.", activation=clipped)(layer, source)
+
+    decoder(model, attend, feed)
+
+
+def _dense_layers(kinds: Any, sparse: Any, layers: int) -> set[int]:
+    """kinds, sparse: `mlp_layer_types`, or the numbers of those with experts; by default all after three"""
+    if kinds:
+        return {number for number in range(layers) if kinds[number] == "dense"}
+    given = range(3, layers) if sparse is None else sparse.split(",") if isinstance(sparse, str) else sparse
+    return set(range(layers)) - {int(one) for one in given if str(one).strip()}
+
+
+def _clipped(limit: float | None) -> Activation:
+    """SiLU of which no result is larger than a limit, which is one of its argument: x with x * sigmoid(x) = limit."""
+    if not limit:
+        return Activation("silu")
+    most = limit
+    for _ in range(50):
+        most = limit * (1 + math.exp(-most))
+    return Activation("silu", limit=most, up_limit=limit)

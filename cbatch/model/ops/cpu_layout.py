@@ -226,7 +226,7 @@ class CpuLayout:
             return activation.IDENTITY, -1
         name, params = act.name, act.params
         if act.limit:
-            name, params = "clipped_silu", (act.limit, act.slope, act.up_offset)
+            name, params = "clipped_silu", (act.limit, act.slope, act.up_offset, act.up_limit or act.limit)
 
         def read(tensors: Tensors) -> Tensor:
             numbers = [

@@ -138,7 +138,8 @@ def activate(up: Tensor, activation: Activation, out: Tensor) -> None:
         return
     gate, up = up.chunk(2, dim=-1)
     if activation.limit:
-        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        most = activation.up_limit or activation.limit
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-most, most)
     out.copy_(_activated(gate, activation) * (up + activation.up_offset))
 
 
