@@ -202,7 +202,7 @@ def _load_gguf(plan: LoadPlan) -> LoadedModel:
         paths = gguf_paths(reachable_source(source, plan.revision), plan.revision)
     except OSError as error:
         raise ModelError(f"Cannot load {source}: {first_sentence(error)}") from error
-    checkpoint = GgufModel(paths)
+    checkpoint = GgufModel(paths, plan.weight_cache)
     tokenizer = _checked_tokenizer(checkpoint.tokenizer)
     model = checkpoint.load(plan)
 

@@ -6,15 +6,43 @@ What the name stands for is not in the file: the patterns are those of the model
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
 from cbatch.base.errors import ModelError
 from cbatch.text.backend import TextTokenizer, TokenizerBackend
-from cbatch.text.ordinary import GPT4O, LLAMA3, QWEN2, QWEN35, SEED, TEKKEN
+from cbatch.text.patterns import (
+    AFMOE_ASIAN,
+    ASIAN,
+    BAILING,
+    BLOOM,
+    CASED,
+    CJK,
+    DEEPSEEK3,
+    EXAONE_MOE,
+    GPT2,
+    GPT4O,
+    JAIS2,
+    KIMI,
+    LLAMA3,
+    MINICPM5,
+    QWEN2,
+    QWEN35,
+    RIGHT_THREES,
+    SEED,
+    SIGNS,
+    TEKKEN,
+    YOUTU,
+    YOUTU_CJK,
+)
+
+VERSION = 1
+"""Of how merges are made of scores: another number makes them anew."""
 
 _TOKENS = "tokenizer.ggml.tokens"
 _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 3, 4, 5, 6
@@ -22,36 +50,73 @@ _MAX_TOKEN_CHARACTERS = 2**12
 _MAX_MERGED_CHARACTERS = 256
 """A longer piece of a vocabulary without merges is not cut into all of its pairs."""
 
-_GPT2, _DIGITS = "gpt2", "digits"
+_DIGIT, _THREE_DIGITS = r"\p{N}", r"\p{N}{1,3}"
+_SPLITS: dict[tuple[str, ...], str] = {
+    (GPT2,): "default gpt-2 gpt2 phi-2 mpt olmo jais exaone4 trillion granite-docling gigachat a.x-4.0 mellum "
+    "modern-bert jina-v1-en jina-v2-es jina-v2-de jina-v2-code roberta-bpe",
+    (_DIGIT, GPT2): "smollm refact starcoder codeshell command-r exaone minerva-7b mellum2",
+    (LLAMA3,): "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano dbrx smaug-bpe glm4 "
+    "chatglm-bpe",
+    (QWEN2,): "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
+    (QWEN35,): "qwen35",
+    (r"[^\n]+|\n+", QWEN2): "laguna",
+    (_THREE_DIGITS, MINICPM5): "minicpm5",
+    (JAIS2,): "jais-2",
+    (SEED,): "seed-coder",
+    (TEKKEN,): "tekken",
+    (GPT4O,): "gpt-4o llama4 kanana2 talkie minimax-m2 granite-embed-multi-97m",
+    (YOUTU_CJK, YOUTU): "youtu",
+    (KIMI,): "kimi-k2",
+    (BAILING,): "bailingmoe bailingmoe2 llada-moe",
+    (EXAONE_MOE,): "exaone-moe",
+    (_THREE_DIGITS, CJK, DEEPSEEK3): "deepseek-v3 hunyuan-dense joyai-llm",
+    (r"[\r\n]", CASED, SIGNS, r"\s+$", ASIAN, r"\p{N}+"): "deepseek-llm",
+    (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", ASIAN, _DIGIT): "deepseek-coder",
+    (*RIGHT_THREES, AFMOE_ASIAN, DEEPSEEK3): "afmoe",
+    RIGHT_THREES: "superbpe",
+    (r"(?<!\d)\d++\b", *RIGHT_THREES[1:], GPT4O): "tiny_aya cohere2moe",
+    (r"[\p{P}$+<=>^~|`]+", GPT2, "[0-9][0-9][0-9]"): "falcon",
+    (BLOOM,): "bloom poro-chat gpt3-finnish",
+    (BLOOM, _DIGIT): "viking",
+    ("<sentinel:[0-9]+>", "IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  ", _DIGIT, r"[\p{P}!-/:-@\[-`{-~]", GPT2): "chameleon",
+}
+"""Patterns that cut a text into words before merges, one after the other, and llama.cpp's names for them."""
 
-_SPLITS = {
-    "default": _GPT2, "gpt-2": _GPT2, "gpt2": _GPT2, "mpt": _GPT2, "olmo": _GPT2,
-    "smollm": _DIGITS, "refact": _DIGITS, "starcoder": _DIGITS, "codeshell": _DIGITS,
-    "command-r": _DIGITS, "exaone": _DIGITS, "minerva-7b": _DIGITS,
-    "exaone4": _GPT2, "trillion": _GPT2, "granite-docling": _GPT2,
-    "glm4": LLAMA3, "chatglm-bpe": LLAMA3,
-    "stablelm2": QWEN2, "hunyuan": QWEN2, "seed-coder": SEED,
-    "llama3": LLAMA3, "llama-v3": LLAMA3, "llama-bpe": LLAMA3, "falcon3": LLAMA3, "falcon-h1": LLAMA3,
-    "pixtral": LLAMA3, "midm-2.0": LLAMA3, "lfm2": LLAMA3, "dbrx": LLAMA3, "smaug-bpe": LLAMA3,
-    "tekken": TEKKEN, "qwen2": QWEN2, "deepseek-r1-qwen": QWEN2, "kormo": QWEN2,
-    "megrez": QWEN2, "qwen35": QWEN35, "gpt-4o": GPT4O, "llama4": GPT4O,
-    "kanana2": GPT4O, "minimax-m2": GPT4O,
-}  # fmt: skip
-"""Patterns of the words that a text is cut into before merges, by llama.cpp's names for them."""
+_PATTERNS = {name: patterns for patterns, names in _SPLITS.items() for name in names.split()}
 
-_NORMALIZES = frozenset(("qwen2", "deepseek-r1-qwen", "qwen35"))
+_UNSPLIT = frozenset(("gemma4", "sarvam-moe", "granite-embed-multi-311m"))
+"""Those whose tokens are texts, with a character for spaces, as SentencePiece's, but have merges."""
+
+_NORMALIZES = frozenset(("qwen2", "deepseek-r1-qwen", "qwen35", "mpt", "olmo"))
 """Those whose texts are composed first (NFC)."""
 
-_IGNORES_MERGES = frozenset(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "tekken"))
+_BEGINS = frozenset(
+    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano tekken chameleon".split()
+)
+"""Those whose texts begin with BOS if the file does not say it."""
+
+_IGNORES_MERGES = _BEGINS - {"chameleon"} | {"youtu", "minicpm5", "granite-embed-multi-97m"}
 """Those that take a word as it is if it is a token."""
 
 _END_TOKENS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>",
-    "<EOT>", "<|end_of_text|>",
+    "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "</s>", "<turn|>",
+    "<|tool_response>", "<｜end▁of▁sentence｜>", "<|flush|>", "<|calls|>",
 )  # fmt: skip
 """Tokens that end an output in every model that has them, which files do not always name."""
 
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+class Pairs(NamedTuple):
+    """Merges, by the numbers of the tokens that they merge, the best ones first."""
+
+    first: NDArray[np.uint32]
+    second: NDArray[np.uint32]
+
+
+Keep = Callable[[int, Callable[[], Pairs]], Pairs]
+"""Gives the pairs that were kept, or makes and keeps them. They are at most as many as the number says."""
 
 
 def with_tokens(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,8 +124,10 @@ def with_tokens(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {**metadata, _TOKENS: _tokens(metadata)}
 
 
-def tokenizer_of(metadata: Mapping[str, Any], vocab_size: int) -> TextTokenizer | None:
+def tokenizer_of(metadata: Mapping[str, Any], vocab_size: int, keep: Keep | None = None) -> TextTokenizer | None:
     """The tokenizer of a GGUF file's metadata; None if it has none.
+
+    keep: for merges that are made of scores, which takes a while
 
     Raises ModelError if it is damaged, or of a kind that is not read.
     """
@@ -73,14 +140,17 @@ def tokenizer_of(metadata: Mapping[str, Any], vocab_size: int) -> TextTokenizer 
     _check(max(map(len, tokens)) <= _MAX_TOKEN_CHARACTERS, "one of its tokens is too long")
     types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     _check(isinstance(types, list) and len(types) == len(tokens), "not all of its tokens have a type")
+    name = str(metadata.get("tokenizer.ggml.pre", "default"))
+    kind = "gemma4" if kind == "gpt2" and name in _UNSPLIT else kind
     # Files of Gemma have real spaces in tokens of spaces only, many of which are user-defined.
-    if is_gemma := kind == "llama" and str(metadata.get("general.architecture", "")).startswith("gemma"):
+    is_old = kind == "llama" and str(metadata.get("general.architecture", "")).startswith("gemma")
+    if is_gemma := is_old or kind == "gemma4":
         tokens = ["▁" * len(token) if token.strip(" ") == "" else token for token in tokens]
     try:
         if kind == "gpt2":
-            backend = _byte_level(metadata, tokens)
-        elif kind == "llama":
-            backend = _sentence_pieces(metadata, tokens, types, is_gemma=is_gemma)
+            backend = _byte_level(metadata, tokens, name)
+        elif kind in ("llama", "gemma4"):
+            backend = _sentence_pieces(metadata, tokens, types, keep, is_gemma=is_gemma)
         else:
             raise ModelError(f"The GGUF file has a tokenizer of the kind {str(kind)[:40]!r}, which is not read.")
         for number in (_CONTROL, _USER_DEFINED):
@@ -88,7 +158,8 @@ def tokenizer_of(metadata: Mapping[str, Any], vocab_size: int) -> TextTokenizer 
             special = number == _CONTROL
             # A token of spaces only stands for those of a normalized text.
             backend.add_tokens([AddedToken(one, normalized=one.strip("▁") == "", special=special) for one in its])
-        bos = _adds_specials(backend, metadata, tokens, kind)
+        begins = kind in ("llama", "gemma4") or name in _BEGINS
+        bos = _adds_specials(backend, metadata, tokens, begins=begins)
     except ModelError:
         raise
     except Exception as error:  # tokenizers raises plain Exception
@@ -110,7 +181,8 @@ def end_ids(metadata: Mapping[str, Any]) -> list[int]:
     types = metadata.get("tokenizer.ggml.token_type")
     if isinstance(types, list) and len(types) == len(tokens):
         found = {token: number for token, number in found.items() if types[number] in (_CONTROL, _USER_DEFINED)}
-    if {"<|return|>", "<|call|>"} <= found.keys():  # GPT-OSS, where this one only ends a message
+    # In GPT-OSS and Solar Open, this one only ends a message.
+    if {"<|return|>", "<|call|>"} <= found.keys() or {"<|flush|>", "<|calls|>"} <= found.keys():
         named.discard(found.pop("<|end|>", -1))
     return sorted(named.union(found.values()))
 
@@ -138,10 +210,9 @@ def _token(metadata: Mapping[str, Any], key: str, tokens: Sequence[str]) -> int 
     return number
 
 
-def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
-    name = str(metadata.get("tokenizer.ggml.pre", "default"))
-    split = _SPLITS.get(name)
-    if split is None:
+def _byte_level(metadata: Mapping[str, Any], tokens: list[str], name: str) -> Tokenizer:
+    patterns = _PATTERNS.get(name)
+    if patterns is None:
         raise ModelError(
             f"The tokenizer of the GGUF file splits text in a way that is called {name[:40]!r}, which is not known."
         )
@@ -149,33 +220,35 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     backend = Tokenizer(BPE(_vocabulary(tokens), merges, ignore_merges=name in _IGNORES_MERGES))
     if name in _NORMALIZES:
         backend.normalizer = normalizers.NFC()
-    parts: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in (_GPT2, _DIGITS))]
-    if split == _DIGITS:
-        parts.insert(0, pre_tokenizers.Digits(individual_digits=True))
-    elif split != _GPT2:
-        parts.insert(0, pre_tokenizers.Split(Regex(split), behavior="isolated", invert=False))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False) for pattern in patterns]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
 def _sentence_pieces(
-    metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int], *, is_gemma: bool
+    metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int], keep: Keep | None, *, is_gemma: bool
 ) -> Tokenizer:
     """SentencePiece's BPE: spaces are a character, and unknown characters become bytes.
 
     The scores in files of Gemma are not the order of its merges, which is the order of its tokens.
     """
-    has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True) is not False
-    scores = metadata.get("tokenizer.ggml.scores")
+    given = metadata.get("tokenizer.ggml.merges")
+    has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", not (is_gemma and given)) is not False
+    scores = metadata.get("tokenizer.ggml.scores", [0.0] * len(tokens) if is_gemma and given else None)
     _check(isinstance(scores, list) and len(scores) == len(tokens), "not all of its tokens have a score")
     if is_gemma:
         scores = [-float(number) for number in range(len(tokens))]
     unknown = _token(metadata, "unknown", tokens)
     unknown_token = tokens[unknown] if unknown is not None else None
     vocabulary = _vocabulary(tokens)
-    given = metadata.get("tokenizer.ggml.merges")
-    merges = _merges(given) if given else _merges_of(vocabulary, tokens, types, scores or [])
+    if given:
+        merges = _merges(given)
+    else:
+        pairs = (keep or _make)(sum(map(len, tokens)), lambda: _merges_of(vocabulary, tokens, types, scores or []))
+        merges = list(zip(*(map(tokens.__getitem__, numbers.tolist()) for numbers in pairs), strict=True))
     backend = Tokenizer(BPE(vocabulary, merges, unk_token=unknown_token, fuse_unk=True, byte_fallback=True))
     prepend, strip = ([normalizers.Prepend("▁")], [decoders.Strip(" ", 1, 0)]) if has_prefix else ([], [])
     backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
@@ -198,25 +271,37 @@ def _merges(given: Iterable[Any]) -> list[tuple[str, str]]:
     return merges
 
 
+def _make(most: int, make: Callable[[], Pairs]) -> Pairs:
+    return make()
+
+
 def _merges_of(
     vocabulary: Mapping[str, int], tokens: Sequence[str], types: Sequence[int], scores: Sequence[Any]
-) -> list[tuple[str, str]]:
+) -> Pairs:
     """The merges that a vocabulary with scores stands for: every pair of tokens that is a token, the best one first."""
-    found = []
-    for number, token in enumerate(tokens):
-        if types[number] in (_CONTROL, _BYTE, _UNUSED) or not 2 <= len(token) <= _MAX_MERGED_CHARACTERS:
+    found: list[tuple[float, int, int]] = []
+    get = vocabulary.get
+    for token, kind, score in zip(tokens, types, scores, strict=True):
+        if kind in (_CONTROL, _BYTE, _UNUSED) or not 2 <= len(token) <= _MAX_MERGED_CHARACTERS:
             continue
         for place in range(1, len(token)):
-            first, second = vocabulary.get(token[:place]), vocabulary.get(token[place:])
-            if first is not None and second is not None:
-                found.append((-float(scores[number]), first, second, place, number))
-    return [(tokens[number][:place], tokens[number][place:]) for *_, place, number in sorted(found)]
+            first = get(token[:place])
+            if first is not None and (second := get(token[place:])) is not None:
+                found.append((-float(score), first, second))
+    found.sort()
+    pairs = np.array([pair[1:] for pair in found], np.uint32).reshape(-1, 2)
+    return Pairs(pairs[:, 0], pairs[:, 1])
 
 
-def _adds_specials(backend: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[str], kind: str) -> int | None:
-    """Makes texts begin and end with the tokens that the file asks for; the one that they begin with, if any."""
+def _adds_specials(
+    backend: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[str], *, begins: bool
+) -> int | None:
+    """Makes texts begin and end with the tokens that the file asks for; the one that they begin with, if any.
+
+    begins: with BOS, if the file does not say it
+    """
     bos, eos = (_token(metadata, key, tokens) for key in ("bos", "eos"))
-    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama") is True
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", begins) is True
     adds_eos = metadata.get("tokenizer.ggml.add_eos_token", False) is True
     first = {tokens[bos]: bos} if adds_bos and bos is not None else {}
     last = {tokens[eos]: eos} if adds_eos and eos is not None else {}

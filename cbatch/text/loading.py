@@ -21,7 +21,7 @@ from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 from cbatch.base.errors import CbatchError, ModelError, as_error
 from cbatch.base.model_files import read_json_object
 from cbatch.text.backend import Encoded, TextTokenizer, TokenizerBackend, printable
-from cbatch.text.ordinary import QWEN2
+from cbatch.text.patterns import QWEN2
 
 VERBATIM_CLASSES = frozenset(("TokenizersBackend", "PreTrainedTokenizerFast"))
 """Classes of transformers that use `tokenizer.json` as it is: the new and the old name of one class."""

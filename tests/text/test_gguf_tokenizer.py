@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from cbatch.base.errors import ModelError
 from cbatch.text import gguf_tokenizer
 from cbatch.text.backend import TextTokenizer
 from cbatch.text.gguf_tokenizer import end_ids, tokenizer_of
-from cbatch.text.ordinary import GPT4O, LLAMA3, QWEN2, SEED
+from cbatch.text.patterns import CASED, GPT4O, LLAMA3, QWEN2, SEED
 from tests.support.gguf_files import tokenizer_metadata
 
 TEXTS = [
@@ -37,26 +38,85 @@ ADDED = [
 ]
 
 
-def split_by(pattern: str) -> Any:
-    parts = [
-        pre_tokenizers.Split(Regex(pattern), behavior="isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)
-    ]  # fmt: skip
-    return pre_tokenizers.Sequence(parts)
+HARD = [
+    "1 12 123 1234 12345 123456 1234567 1234abc 12345_6 3.14159 10,000,000 ٣٤٥٦٧ ½ x1234",
+    "can't WON'T I'LL 'tis don’t",
+    "a\r\nb\r\n\r\n  c\t\t\td\n\n\ne   ", "漢字とかな交じり文。中文，标点！“引号”…",
+    "if(x<=3){return a[i]+b->c;} // ok", "…?!…",
+    "한국어 텍스트 입니다", "สวัสดีครับ ภาษาไทย", "    indented\n        more", "XMLHttpRequest getURL iPhone15Pro",
+    "~!@#$%^&*()_+{}|:\"<>?`", "\u3000全角 空白　。", "(what) [is] {this}.that,then!now?", "<sentinel:12> IMGIMGABCZ",
+    "a b c d",
+    "ǅ ǀ ƻ K Å ﬁ 𝔘 ꟃ", "naïve e\u0301 ÀÉÎ", " " * 40 + "x", "\n" * 5 + " " * 7,
+]  # fmt: skip
 
 
+def split_by(*patterns: str) -> Any:
+    parts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+    return pre_tokenizers.Sequence([*parts, pre_tokenizers.ByteLevel(False, use_regex=False)])
+
+
+DEEPSEEK = (
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+    "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
+)
+HAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+BLOOM_AS_PUBLISHED = " ?[^(\\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+"
+DIGITS = pre_tokenizers.Digits(individual_digits=True)
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
 SPLITS: dict[str, Callable[[], Any]] = {
-    "gpt-2": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False),
-    "smollm": lambda: pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    ),
+    "gpt-2": lambda: BYTES,
+    "smollm": lambda: pre_tokenizers.Sequence([DIGITS, BYTES]),
     "llama-bpe": lambda: split_by(LLAMA3),
     "gpt-4o": lambda: split_by(GPT4O),
-    "exaone4": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "exaone4": lambda: BYTES,
     "glm4": lambda: split_by(LLAMA3),
     "stablelm2": lambda: split_by(QWEN2),
     "seed-coder": lambda: split_by(SEED),
-}
-"""How the models' own tokenizer.json cut texts into words (SmolLM2, Llama 3, GPT-OSS), or llama.cpp (the last four)."""
+    "deepseek-v3": lambda: split_by(r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", DEEPSEEK),
+    "deepseek-coder": lambda: split_by("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", HAN, r"\p{N}"),
+    "deepseek-llm": lambda: split_by(
+        "[\r\n]", CASED, "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+", r"\s+$", HAN, r"\p{N}+"
+    ),
+    "falcon": lambda: pre_tokenizers.Sequence(
+        [pre_tokenizers.Punctuation("contiguous"), BYTES, pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")]
+    ),
+    "bloom": lambda: split_by(BLOOM_AS_PUBLISHED),
+    "viking": lambda: split_by(BLOOM_AS_PUBLISHED, r"\p{N}"),
+    "superbpe": lambda: split_by(r"\p{N}+", r"(?=(\d{3})+(?!\d))"),
+    "tiny_aya": lambda: split_by(r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O),
+    "kimi-k2": lambda: split_by(
+        r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+        rf"{CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]+"
+        rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]*{CONTRACTIONS}?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "exaone-moe": lambda: split_by(
+        CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?"
+        r"|\s*[\r\n]|\s+(?!\S)|\s+"
+    ),
+    "bailingmoe2": lambda: split_by(
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+    ),
+    "minicpm5": lambda: split_by(
+        r"\p{N}{1,3}",
+        CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "jais-2": lambda: split_by(
+        CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s{512}(?!\S)"
+        r"|\s{256}(?!\S)|\s{128}(?!\S)|\s{64}(?!\S)|\s{32}(?!\S)|\s{16}(?!\S)|\s{8}(?!\S)|\s{4}(?!\S)|\s{1,2}(?!\S)|\s{1}"
+    ),
+    "youtu": lambda: split_by(
+        "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
+        "|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", GPT4O.replace("{1,3}", "")
+    ),
+    "chameleon": lambda: split_by(
+        "<sentinel:[0-9]+>", "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z", r"([\t\n]|    |  )", r"\p{N}",
+        r"[\p{P}!-/:-@\[-`{-~]", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    ),
+    "laguna": lambda: split_by(r"[^\n]+|[\n]+", QWEN2),
+}  # fmt: skip
+"""How the models' own tokenizer.json cut texts into words, as far as they are known, or llama.cpp."""
 
 
 def trained(split: Any, *, ignore_merges: bool = False) -> Tokenizer:
@@ -93,11 +153,11 @@ BEGIN = "<｜begin▁of▁sentence｜>"
 @pytest.mark.parametrize("name", SPLITS)
 def test_byte_level_tokenizers(name: str) -> None:
     """Guards words, merges, decoding, and added tokens, also those like DeepSeek's, which no byte is spelled with."""
-    backend = trained(SPLITS[name](), ignore_merges=name == "llama-bpe")
+    backend = trained(SPLITS[name](), ignore_merges=name in ("llama-bpe", "minicpm5", "youtu"))
     backend.add_special_tokens([AddedToken(BEGIN, special=True, normalized=False)])
     backend.add_tokens([AddedToken("a  b", special=False, normalized=False)])
     found = read(tokenizer_metadata(backend, tokens_of(backend), name))
-    for text in [*TEXTS, f"{BEGIN}Hi a  b", f"x{BEGIN}"]:
+    for text in [*TEXTS, *HARD, f"{BEGIN}Hi a  b", f"x{BEGIN}"]:
         ids = backend.encode(text, add_special_tokens=False).ids
         assert found.backend.encode(text, add_special_tokens=False).ids == ids
         assert found.backend.decode(ids) == backend.decode(ids)
@@ -247,12 +307,29 @@ def test_what_is_not_read() -> None:
             tokenizer_of(metadata | change, len(metadata["tokenizer.ggml.tokens"]))
 
 
+@pytest.mark.parametrize("name", gguf_tokenizer._PATTERNS)
+def test_no_text_is_a_danger(name: str) -> None:
+    """Guards each name's patterns against a misspelled one, and against a text that takes forever or is lost."""
+    backend = trained(SPLITS["gpt-2"]())
+    found = read(tokenizer_metadata(backend, tokens_of(backend), name))
+    for text in ("1" * 20_000, " " * 20_000, "\n" * 20_000, "a b" * 7_000, "!" * 20_000, "Aa" * 10_000, "1a" * 10_000):
+        started = time.process_time()
+        words = found.backend.tokenizer.pre_tokenizer.pre_tokenize_str(text)
+        assert sum(stop - start for _, (start, stop) in words) == len(text)
+        assert time.process_time() - started < 2, "a second for a text of 20 kB would be quadratic"
+
+
+def test_letters_are_not_composed() -> None:
+    """Guards a class of letters against an editor that writes other characters for those that look the same."""
+    assert {"\u1f7d", "\u2126", "\u212a"} <= set(CASED)
+
+
 def test_splits_are_those_of_transformers() -> None:
     """Guards the table of patterns against that of transformers, in versions that have one."""
     try:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as SPLITS_THERE
     except ImportError:
         pytest.skip("this version of transformers has no table of patterns for GGUF files")
-    ours = gguf_tokenizer._SPLITS
+    ours = {name: found[0] for name, found in gguf_tokenizer._PATTERNS.items() if len(found) == 1}
     shared = ours.keys() & SPLITS_THERE.keys()
     assert len(shared) > 10 and all(ours[name] == SPLITS_THERE[name] for name in shared)

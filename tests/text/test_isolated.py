@@ -15,7 +15,8 @@ from cbatch.model.load_plan import DEMO_MODEL
 from cbatch.text import isolated
 from cbatch.text.backend import TokenizerBackend
 from cbatch.text.isolated import WorkerBackend, load_tokenizer
-from cbatch.text.ordinary import QWEN2, is_known_pattern, is_ordinary, is_ordinary_file
+from cbatch.text.ordinary import is_known_pattern, is_ordinary, is_ordinary_file
+from cbatch.text.patterns import QWEN2
 from cbatch.text.tokenizer import ChatTokenizer
 from tests.support.evil_tokenizers import GROWS, ORIGINAL, RARE, REFUSED, Change, split, write_folder
 

@@ -21,7 +21,7 @@ from cbatch.text.loading import (
     VERBATIM_MODEL_TYPES,
     from_folder,
 )
-from cbatch.text.ordinary import QWEN2
+from cbatch.text.patterns import QWEN2
 from cbatch.text.tokenizer import ChatTokenizer
 from tests.support.samples import sampled
 

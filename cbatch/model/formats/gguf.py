@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from cbatch.base.errors import ModelError
@@ -20,17 +22,21 @@ from cbatch.model.formats.gguf_blocks import BF16, F16, FLOATS, block_name
 from cbatch.model.formats.gguf_config import matrices_of, read_config
 from cbatch.model.formats.gguf_file import GgufFile, read_gguf
 from cbatch.model.load_plan import LoadPlan
+from cbatch.model.packed_file import Arrays, PackedFile, Sizes, WeightCache
 from cbatch.model.program_model import check_weights
 from cbatch.model.stored import StoredWeights
 from cbatch.runtime.memory import is_out_of_memory
 from cbatch.text.backend import TextTokenizer
-from cbatch.text.gguf_tokenizer import end_ids, tokenizer_of, with_tokens
+from cbatch.text.gguf_tokenizer import VERSION, Pairs, end_ids, tokenizer_of, with_tokens
 
 if TYPE_CHECKING:
     from cbatch.model.cpu import CpuModel
     from cbatch.model.cuda import CudaModel
 
 _SAMPLES, _SAMPLE_BYTES = 8, 16
+_LEAST_CHARACTERS = 2**19
+"""Of all tokens. Merges of fewer are made about as fast as they are read."""
+_log = logging.getLogger("cbatch")
 
 
 class GgufModel:
@@ -40,11 +46,12 @@ class GgufModel:
     fingerprint: hash of the header and of samples of every tensor, 32 hexadecimal digits
     """
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Path], cache: WeightCache | None = None) -> None:
         """Raises ModelError, with one sentence, for files that are damaged or hold a model that is not read.
 
-        The tokenizer is read when it is asked for.
+        cache: where merges are kept. The tokenizer is read when it is asked for
         """
+        self._cache = cache
         try:
             self._file = file = read_gguf(paths)
         except OSError as error:
@@ -63,7 +70,29 @@ class GgufModel:
     @cached_property
     def tokenizer(self) -> TextTokenizer | None:
         """None if the file has none. Raises ModelError if it is damaged, or of a kind that is not read."""
-        return tokenizer_of(self._metadata, self.config["vocab_size"])
+        return tokenizer_of(self._metadata, self.config["vocab_size"], self._kept)
+
+    def _kept(self, most: int, make: Callable[[], Pairs]) -> Pairs:
+        """Merges beside packed weights, if these are kept."""
+
+        def fill(arrays: Arrays) -> None:
+            for name, numbers in (made := make())._asdict().items():
+                arrays[name][: len(numbers)] = numbers
+            arrays["count"][0] = len(made.first)
+
+        if self._cache is None or most < min(self._cache.least_bytes, _LEAST_CHARACTERS):
+            return make()
+        headers = hashlib.blake2b(b"".join(self._file.headers), digest_size=16).hexdigest()
+        sizes: Sizes = {
+            "count": (1, np.dtype(np.int64)),
+            **{name: (most, np.dtype(np.uint32)) for name in Pairs._fields},
+        }
+        try:
+            arrays = PackedFile(self._cache, {"merges": VERSION, "headers": headers}).arrays(sizes, fill)
+        except OSError as error:
+            _log.info("The merges of a tokenizer are not kept: %s.", error)
+            return make()
+        return Pairs(*(arrays[name][: arrays["count"][0]] for name in Pairs._fields))
 
     @property
     def is_quantized(self) -> bool:
