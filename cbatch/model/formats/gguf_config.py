@@ -7,13 +7,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from difflib import get_close_matches
 from functools import partial
 
+import torch
 from torch import Tensor
 
-import cbatch.model.formats.gguf_architectures.declared as _declarations  # noqa: F401  # which registers them
 from cbatch.base.errors import ModelError
 from cbatch.base.model_files import InvalidFile
+from cbatch.model.formats.gguf_architectures import (  # noqa: F401  # which registers them
+    dense,
+    experts,
+    gemma,
+    latent,
+    recurrent,
+)
 from cbatch.model.formats.gguf_architectures.architecture import (
     BEHIND,
     MAX_EXPERTS,
@@ -26,7 +34,8 @@ from cbatch.model.formats.gguf_architectures.architecture import (
     architectures,
 )
 from cbatch.model.formats.gguf_file import GgufFile
-from cbatch.model.formats.gguf_weights import GgufMatrix
+from cbatch.model.formats.gguf_weights import GgufMatrix, MadeWeight
+from cbatch.model.stored import StoredMatrix
 
 _MAX_LAYERS = 1024
 
@@ -41,9 +50,11 @@ def architecture_of(file: GgufFile) -> Architecture:
     data = Metadata(file)
     found = next((one for one in architectures.get(file.architecture, []) if one.when(data)), None)
     if found is None:
-        known = ", ".join(sorted(architectures))
+        near = get_close_matches(file.architecture, architectures, 3, 0.5)
+        known = f", but those of {', '.join(near)} are" if near else ""
         raise ModelError(
-            f"GGUF models of the architecture {file.architecture[:80]!r} are not read, but those of {known} are."
+            f"GGUF models of the architecture {file.architecture[:80]!r} are not read{known}; {len(architectures)} "
+            "architectures are listed in docs/gguf.md."
         )
     return found
 
@@ -74,9 +85,9 @@ def read_config(file: GgufFile) -> Config:
     }
     if data.has("attention.layer_norm_rms_epsilon"):
         config["rms_norm_eps"] = data.number("attention.layer_norm_rms_epsilon")
-    if data.has("feed_forward_length"):
-        config["intermediate_size"] = data.whole("feed_forward_length")
-    _check_heads(data, config)
+    if len(widths := set(data.wholes("feed_forward_length", layers) if data.has("feed_forward_length") else [])) == 1:
+        config["intermediate_size"] = widths.pop()
+    architecture.check(data, config)
     return architecture.read(data, config)
 
 
@@ -91,37 +102,27 @@ def _num_layers(data: Metadata) -> int:
     return data.num_layers
 
 
-def _kv_heads(data: Metadata, layers: int, heads: int) -> int:
-    """Of the layers that have keys."""
+def _kv_heads(data: Metadata, layers: int, heads: int) -> int | list[int]:
+    """Of the layers that have keys; one for each layer if they differ."""
     if not data.has("attention.head_count_kv"):
         return heads
-    counts = set(data.wholes("attention.head_count_kv", layers))
-    if len(counts - {0}) > 1:
-        raise data.refused("has layers with different numbers of KV heads, which is not read")
-    return max(counts)
+    counts = data.wholes("attention.head_count_kv", layers)
+    return counts if len({*counts} - {0}) > 1 else max(counts)
 
 
-def _check_heads(data: Metadata, config: Config) -> None:
-    """Heads must be those of some layer's queries, so that nothing is made for more of them."""
-    heads, head_dim = config["num_attention_heads"], config["head_dim"]
-    names = [name for name in data.file.tensors if name.startswith("blk.") and name.endswith(".attn_output.weight")]
-    if not names or heads < 1 or data.shape(names[0])[-1] != heads * head_dim:
-        raise data.refused(f"claims to have {heads} heads of {head_dim}, and its tensors differ")
-    if data.whole("attention.value_length", head_dim) != head_dim:
-        raise data.refused("has values of another size than keys, which is not read")
-
-
-def matrices_of(file: GgufFile, config: Config) -> dict[str, GgufMatrix]:
+def matrices_of(file: GgufFile, config: Config) -> dict[str, StoredMatrix]:
     """The weights of a model, by the names that transformers has for them.
 
     Raises InvalidFile for a tensor that models of its architecture do not have.
     """
     architecture = architecture_of(file)
-    found: dict[str, GgufMatrix] = {}
+    found: dict[str, StoredMatrix] = {
+        name: MadeWeight(numbers) for name, numbers in architecture.made(Metadata(file), config).items()
+    }
     for name in file.tensors:
         match = _LAYER_TENSOR.fullmatch(name)
         if match is not None and int(match[1]) < config["num_hidden_layers"]:
-            before = f"blk.{match[1]}.", f"model.layers.{match[1]}."
+            before = f"blk.{match[1]}.", architecture.layers.format(match[1])
             found.update(_matrices(file, architecture, architecture.layer, config, match[2], *before))
         elif match is None and not _NOT_WEIGHTS.fullmatch(name):
             found.update(_matrices(file, architecture, architecture.model, config, name))
@@ -142,12 +143,18 @@ def _matrices(
         raise InvalidFile(f"{path} holds the tensor {theirs + name[:80]!r}, which is not read.")
     rule = Rule(rule) if isinstance(rule, str) else rule
     tensors = tuple(theirs + one for one in (name, *(part + suffix for part in rule.parts)))
-    shape = _joined_shape(file, tensors)
+    is_made = rule.combine is not None and bool(rule.parts)
+    shape = _shapes(file, tensors)[0] if is_made else _joined_shape(file, tensors)
     if "{}" in rule.name:
         if shape[0] > MAX_EXPERTS:
             raise InvalidFile(f"{path}: the tensor {tensors[0]!r} has the shape {shape}.")
+        names = [name for name in (rule.name, rule.second) if name]
+        share = shape[1] // len(names)
         for number in range(shape[0]):
-            yield ours + rule.name.format(number) + suffix, GgufMatrix(file, tensors, shape[1:], expert=number)
+            for part, weight in enumerate(names):
+                rows = None if len(names) == 1 else torch.arange(part * share, (part + 1) * share)
+                matrix = GgufMatrix(file, tensors, (share, *shape[2:]), expert=number, row_order=rows)
+                yield ours + weight.format(number) + suffix, matrix
         return
 
     def order(of: Order | None, count: int) -> Tensor | None:
@@ -160,7 +167,8 @@ def _matrices(
     are_vectors = ending == "bias" or len(shape) == 1
     rows = order(rule.rows, shape[-1 if are_vectors else -2])
     columns = None if are_vectors else order(rule.columns, shape[-1])
-    shape = rule.shape(shape) if rule.shape is not None else shape
+    if rule.shape is not None:
+        shape = rule.shape(*_shapes(file, tensors)) if is_made else rule.shape(shape)
     yield (
         ours + rule.name + suffix,
         GgufMatrix(
@@ -176,14 +184,22 @@ def _matrices(
     )
 
 
+def _shapes(file: GgufFile, tensors: tuple[str, ...]) -> list[tuple[int, ...]]:
+    """Of tensors that must be there."""
+    missing = next((name for name in tensors if name not in file.tensors), None)
+    if missing is not None:
+        raise InvalidFile(f"{file.paths[0]} has no tensor {missing!r}.")
+    return [file.tensors[name].shape for name in tensors]
+
+
 def _joined_shape(file: GgufFile, tensors: tuple[str, ...]) -> tuple[int, ...]:
     """Of tensors whose rows follow each other."""
-    shapes = [file.tensors[name].shape for name in tensors if name in file.tensors]
+    shapes = _shapes(file, tensors)
     first = shapes[0]
     if len(tensors) == 1:
         return first
     axis = len(first) - (1 if tensors[0].endswith(".bias") or len(first) == 1 else 2)
     others = [(len(shape), *shape[:axis], *shape[axis + 1 :]) for shape in shapes]
-    if len(shapes) != len(tensors) or len(set(others)) != 1:
+    if len(set(others)) != 1:
         raise InvalidFile(f"{file.paths[0]}: the tensors {', '.join(tensors)} do not fit each other.")
     return (*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :])

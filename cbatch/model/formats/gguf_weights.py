@@ -25,7 +25,8 @@ class GgufMatrix(StoredMatrix):
     final:   the shape that transformers has
     is_transposed: transformers has the matrices as [depth, columns]
     expert:  of tensors that hold the matrices of all experts, the one that is meant
-    row_order: row i of each matrix is row row_order[i] in the file, and number i of a vector number row_order[i]
+    row_order: row i of each matrix is row row_order[i] in the file, and number i of a vector number row_order[i];
+             of an expert, others are left out
     columns: the same for the columns of matrices
     offset:  added to each number
     combine: makes the weight of whole tensors, as numbers; nothing else is done then
@@ -48,7 +49,7 @@ class GgufMatrix(StoredMatrix):
         self.num_matrices = stored if self.expert is None else 1
         self._counts = [len(tensor.data) // stored for tensor in self._tensors]
         """Rows of one matrix that each tensor has."""
-        self.rows = sum(self._counts)
+        self.rows = sum(self._counts) if self.expert is None or self.row_order is None else len(self.row_order)
         self.has_rows = self.combine is None
 
     @property
@@ -125,6 +126,26 @@ class GgufMatrix(StoredMatrix):
             chosen = (matrices * count + rows - start)[mine]
             if len(chosen):
                 yield mine, tensor.type, self.file.take(tensor, chosen)
+
+
+@dataclass(eq=False)
+class MadeWeight(StoredMatrix):
+    """A weight that is no tensor of a GGUF file, but among its metadata, or what llama.cpp computes with."""
+
+    numbers: Tensor
+    rows = 1
+    has_rows = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.numbers.shape)
+
+    @property
+    def whole(self) -> Tensor:
+        return self.numbers
+
+    def values(self, rows: Rows) -> Tensor:
+        return self.numbers
 
 
 def _put(place: slice | Rows, target: Tensor, part: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Architectures of GGUF files: their settings as a `config.json` has them, and the fate of their tensors.
 
-Declarations (see `declared`) are made of `Rule`s by the names of tensors in a layer, and of what an architecture has
-beside the common settings.
+Declarations, in the other modules here, are made of `Rule`s by the names of tensors in a layer, and of what an
+architecture has beside the common settings (see `readers`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cbatch.base.model_files import InvalidFile
-from cbatch.model.families.builder import deinterleaved
 from cbatch.model.formats.gguf_blocks import values_of
 from cbatch.model.formats.gguf_file import GgufFile
 
@@ -69,6 +67,14 @@ class Metadata:
         self._checked(name, value, is_list)
         return list(values[:count])
 
+    def own_numbers(self, name: str, count: int) -> list[float]:
+        """A number for each layer of an entry whose name does not begin with that of the architecture."""
+        value = self.file.metadata.get(name)
+        values: list[Any] = value if isinstance(value, list) else [value] * count
+        is_right = len(values) == count and all(type(one) is float and math.isfinite(one) for one in values)
+        self._checked(name, value, is_right)
+        return [float(one) for one in values]
+
     def flags(self, name: str, count: int) -> list[bool] | None:
         """A flag for each layer; None if there is none, or a number that says how often one is set."""
         value = self._get(name)
@@ -85,7 +91,8 @@ class Metadata:
 
     def shapes(self, ending: str) -> list[tuple[int, ...]]:
         """Of such a tensor, in all layers that have one."""
-        return [tensor.shape for name, tensor in self.file.tensors.items() if name.endswith("." + ending)]
+        layers = (name.split(".", 2) for name in self.file.tensors)
+        return [self.file.tensors[".".join(parts)].shape for parts in layers if parts[2:] == [ending]]
 
     @property
     def num_layers(self) -> int:
@@ -129,17 +136,19 @@ class Rule:
 
     name:      of the weight in its layer. The ending of the tensor follows, unless the rule is for a whole name; `{}`
                stands for the number of an expert, or of a head
+    second:    of experts, the weight that the second half of their rows becomes
     parts:     tensors whose rows follow those of this one
     rows, columns: their order in the file, see `GgufMatrix`
-    shape:     of the weight, given that of the tensors
+    shape:     of the weight, given that of the tensors; if `combine` makes it of several, that of each
     is_transposed, combine: see `GgufMatrix`
     """
 
     name: str
+    second: str = ""
     parts: tuple[str, ...] = ()
     rows: Order | None = None
     columns: Order | None = None
-    shape: Callable[[Shape], Shape] | None = None
+    shape: Callable[..., Shape] | None = None
     is_transposed: bool = False
     combine: Callable[[Config, Sequence[Tensor]], Tensor] | None = None
 
@@ -174,6 +183,9 @@ class Architecture:
     settings:     what they have beside the common settings, each a value, or a function that reads it
     more:         functions that read several settings
     layer, model: what becomes of their tensors
+    layers:       how names of a layer's weights begin, with `{}` for its number
+    made:         weights that are not tensors of the file
+    check:        raises InvalidFile if heads are not those of the tensors
     norm_offset:  what the file adds to weights of norms, but for those that `plain_norms` names
     when:         of several for one name, the first that fits is taken
     """
@@ -184,6 +196,9 @@ class Architecture:
     more: Sequence[Read]
     layer: Rules
     model: Rules
+    layers: str
+    made: Callable[[Metadata, Config], Mapping[str, Tensor]]
+    check: Read
     norm_offset: float
     plain_norms: tuple[str, ...]
     when: Callable[[Metadata], bool]
@@ -201,145 +216,13 @@ architectures: dict[str, list[Architecture]] = {}
 """By their names in files."""
 
 
-def declare(
-    name: str,
-    kind: str,
-    class_name: str,
-    *,
-    more: Sequence[Read] = (),
-    layer: Rules = LAYER,
-    model: Rules = MODEL,
-    norm_offset: float = 0.0,
-    plain_norms: tuple[str, ...] = (),
-    when: Callable[[Metadata], bool] = lambda data: True,
-    **settings: Any,
-) -> None:
-    """Registers a declaration for the `general.architecture` name; see `Architecture`."""
-    settings = {"rope_parameters": read_rope, "hidden_act": "silu"} | settings
-    made = Architecture(kind, class_name, settings, more, layer, model, norm_offset, plain_norms, when)
-    architectures.setdefault(name, []).append(made)
-
-
-def number(name: str, default: float) -> Read:
-    return lambda data, config: data.number(name, default)
-
-
-def whole(name: str, default: int) -> Read:
-    return lambda data, config: data.whole(name, default)
-
-
-def flag(name: str, default: bool) -> Read:
-    return lambda data, config: data.flag(name, default)
-
-
-def has(tensor: str) -> Read:
-    """Whether the first layer has a tensor."""
-    return lambda data, config: data.has_tensor(f"blk.0.{tensor}")
-
-
-def has_any(tensor: str) -> Read:
-    """Whether a layer has a tensor."""
-    return lambda data, config: bool(data.shapes(tensor))
-
-
-def permuted(name: str, heads: str) -> Rule:
-    """Queries or keys whose neighbours are rotated together, as llama.cpp has those of Llama and its kin."""
-
-    def order(config: Config, rows: int) -> Tensor | None:
-        count, head_dim = config[heads], config["head_dim"]
-        if rows != count * head_dim or head_dim % 2:
-            return None
-        return deinterleaved(count, head_dim, head_dim)
-
-    return Rule(name, rows=order)
-
-
-PERMUTED: Rules = {
-    "attn_q": permuted("self_attn.q_proj", "num_attention_heads"),
-    "attn_k": permuted("self_attn.k_proj", "num_key_value_heads"),
-}
-
-
-def flat(shape: Shape) -> Shape:
-    """That of a vector, whatever the file makes of it."""
-    return (math.prod(shape),)
-
-
-def with_channel(shape: Shape) -> Shape:
-    """That of a convolution's weight: transformers has a dimension of one channel between the others."""
-    return (shape[0], 1, shape[1]) if len(shape) == 2 else shape
-
-
-def decay_log(config: Config, parts: Sequence[Tensor]) -> Tensor:
-    """Of how fast a state fades: the file has -exp of it."""
-    return torch.log(-parts[0].float()).flatten()
-
-
-def experts(
-    prefix: str = "mlp.experts.{}.", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
-) -> Rules:
-    """The matrices of all experts, which transformers has one by one."""
-    return {"ffn_gate_exps": prefix + gate, "ffn_up_exps": prefix + up, "ffn_down_exps": prefix + down}
-
-
-def shared_experts(prefix: str) -> Rules:
-    return {f"ffn_{part}_shexp": f"{prefix}{part}_proj" for part in ("gate", "up", "down")}
-
-
-def read_experts(data: Metadata) -> tuple[int, int]:
-    """How many experts there are, and how many a token has."""
-    count, top_k = data.whole("expert_count"), data.whole("expert_used_count")
-    shapes = data.shapes("ffn_down_exps.weight")
-    if any(len(shape) != 3 or shape[0] != count for shape in shapes) or not shapes:
-        raise data.refused(f"claims to have {count} experts, and its tensors differ")
-    if not 1 <= top_k <= count <= MAX_EXPERTS:
-        raise data.refused(f"claims to have {count} experts, of which a token has {top_k}")
-    return count, top_k
-
-
-def expert_size(data: Metadata) -> int:
-    """The width of an expert, which not every file says."""
-    return data.shapes("ffn_down_exps.weight")[0][2]
-
-
-def read_rope(data: Metadata, config: Config, default_base: float = 10000.0) -> Config:
-    """The settings of rotary positions."""
-    head_dim, base = config["head_dim"], data.number("rope.freq_base", default_base)
-    rotated = data.whole("rope.dimension_count", head_dim)
-    if rotated > head_dim:
-        raise data.refused(f"claims to rotate {rotated} numbers of a head of {head_dim}")
-    rope: Config = {"rope_type": "default", "rope_theta": base}
-    if rotated != head_dim:
-        rope["partial_rotary_factor"] = rotated / head_dim
-    if base <= 0:
-        raise data.refused(f"has {base} as rope.freq_base")
-    factors = data.factors("rope_freqs.weight", rotated // 2)
-    scaling = data.text("rope.scaling.type", "none")
-    factor = data.number("rope.scaling.factor", 1.0)
-    if factors is not None:
-        return rope | {"rope_type": "factors", "factors": factors}
-    if scaling == "linear" and factor != 1:
-        return rope | {"rope_type": "linear", "factor": factor}
-    if scaling == "yarn":
-        return rope | _read_yarn(data, factor)
-    if scaling not in ("none", "linear", "longrope"):
-        raise data.refused(f"scales rotary positions as {scaling[:40]!r}, which is not read")
-    return rope
-
-
-def _read_yarn(data: Metadata, factor: float) -> Config:
-    original = data.whole("rope.scaling.original_context_length")
-    rope: Config = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-    for theirs, ours in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
-        if data.has(f"rope.scaling.{theirs}"):
-            rope[ours] = data.number(f"rope.scaling.{theirs}")
-    return rope
-
-
-def read_layer_types(data: Metadata, config: Config, period: int) -> list[str]:
-    """Which layers have windows, by the flags of the file, or all but the last of so many."""
-    layers = config["num_hidden_layers"]
-    flags = data.flags("attention.sliding_window_pattern", layers)
-    if flags is None:
-        flags = [(number + 1) % period > 0 for number in range(layers)]
-    return ["sliding_attention" if flag else "full_attention" for flag in flags]
+def check_heads(data: Metadata, config: Config) -> None:
+    """Heads must be those of some layer's queries, so that nothing is made for more of them."""
+    heads, head_dim = config["num_attention_heads"], config["head_dim"]
+    shapes = data.shapes("attn_output.weight")
+    if not shapes or heads < 1 or shapes[0][-1] != heads * head_dim:
+        raise data.refused(f"claims to have {heads} heads of {head_dim}, and its tensors differ")
+    if data.whole("attention.value_length", head_dim) != head_dim:
+        raise data.refused("has values of another size than keys, which is not read")
+    if isinstance(config["num_key_value_heads"], list):
+        raise data.refused("has layers with different numbers of KV heads, which is not read")

@@ -1,0 +1,242 @@
+"""Llama and its kin, and models with other norms."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cbatch.model.families.builder import deinterleaved
+from cbatch.model.formats.gguf_architectures.architecture import (
+    ABSENT,
+    LAYER,
+    MODEL,
+    Config,
+    Metadata,
+    Order,
+    Rule,
+    Rules,
+)
+from cbatch.model.formats.gguf_architectures.readers import (
+    AFTER_ATTENTION,
+    BIASES,
+    BOTH_AFTER,
+    LATE_NORMS,
+    QUERY_BIAS,
+    TURNED,
+    declare,
+    experts,
+    flag,
+    has,
+    layer_norm,
+    local_rope,
+    long_rope,
+    mixture,
+    number,
+    optional_windows,
+    read_layer_types,
+    read_rope,
+    rope,
+    window,
+)
+
+# Llama and its kin, most with rows of queries and keys permuted.
+declare("llama", "mixtral", "MixtralForCausalLM", when=lambda data: data.has_tensor("blk.0.ffn_gate_exps.weight"),
+        layer=TURNED | experts("block_sparse_moe.experts.{}.", "w1", "w3", "w2")
+        | {"ffn_gate_inp": "block_sparse_moe.gate"}, more=[mixture("num_local_experts")])  # fmt: skip
+declare("llama", "llama", "LlamaForCausalLM", layer=TURNED, **BIASES)
+# Models of text with pictures, whose text rotates as one does without them.
+declare("qwen2", "qwen2", "Qwen2ForCausalLM")
+declare("qwen2vl", "qwen2", "Qwen2ForCausalLM")
+declare("qwen3", "qwen3", "Qwen3ForCausalLM")
+declare("qwen3vl", "qwen3", "Qwen3ForCausalLM")
+
+
+def _either_norm(data: Metadata, config: Config) -> Config:
+    """Files of EXAONE 3 may have its epsilon under the name of another norm's."""
+    eps = config.get("rms_norm_eps")
+    return {"rms_norm_eps": data.number("attention.layer_norm_epsilon") if eps is None else eps}
+
+
+declare("exaone", "llama", "LlamaForCausalLM", more=[_either_norm], **BIASES)
+declare("arcee", "arcee", "ArceeForCausalLM", layer=TURNED, **BIASES, hidden_act="relu2")
+# llama.cpp rotates in three of four layers, whatever the file says.
+declare("smollm3", "smollm3", "SmolLM3ForCausalLM", layer=TURNED, **BIASES, no_rope_layer_interval=4)
+declare("seed_oss", "seed_oss", "SeedOssForCausalLM", layer=LAYER | AFTER_ATTENTION, **BIASES,
+        attention_out_bias=has("attn_output.bias"))  # fmt: skip
+
+
+def _scaled_rope(data: Metadata, config: Config) -> Config:
+    """Queries grow with the position."""
+    rope = read_rope(data, config, 1e6)
+    if rope["rope_type"] != "yarn":
+        raise data.refused("scales queries by position without YaRN, which is not read")
+    all_dims = data.number("rope.scaling.yarn_log_multiplier", 1.0)
+    beta = data.number("attention.temperature_scale")
+    return rope | {"mscale": 1.0, "mscale_all_dim": all_dims, "llama_4_scaling_beta": beta}
+
+
+declare("mistral3", "ministral3", "Ministral3ForCausalLM", layer=TURNED, rope_parameters=_scaled_rope,
+        sliding_window=None, when=lambda data: data.has("attention.temperature_scale"))  # fmt: skip
+declare("mistral3", "mistral", "MistralForCausalLM", layer=TURNED, sliding_window=None)
+# Neighbours are rotated together in transformers, too.
+declare("ernie4_5", "ernie4_5", "Ernie4_5ForCausalLM", use_bias=has("ffn_down.bias"))
+declare("paddleocr", "paddleocr_vl_text", "PaddleOCRVLForConditionalGeneration", use_bias=has("ffn_down.bias"))
+
+
+def _alphas(data: Metadata, config: Config) -> dict[str, Tensor]:
+    """The numbers of each layer's activation."""
+    names = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+    values = {name: data.own_numbers(f"xielu.{name}", config["num_hidden_layers"]) for name in names}
+    return {
+        f"model.layers.{layer}.mlp.act_fn.{name}": torch.tensor(values[name][layer]).view(shape)
+        for layer in range(config["num_hidden_layers"])
+        for name, shape in names.items()
+    }
+
+
+declare("apertus", "apertus", "ApertusForCausalLM", made=_alphas, hidden_act="xielu", **QUERY_BIAS,
+        layer=LAYER | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"})  # fmt: skip
+# The base that the file of a HunYuan has is the one that `alpha` has made.
+declare("hunyuan-dense", "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", layer=LAYER | LATE_NORMS, **QUERY_BIAS)
+declare("phi3", "phi3", "Phi3ForCausalLM", rope_parameters=long_rope,
+        layer=LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        sliding_window=lambda data, config: data.whole("attention.sliding_window", 0) or None)  # fmt: skip
+
+# OLMo, EXAONE and GLM, most with norms after each part.
+declare("olmo", "olmo", "OlmoForCausalLM", layer=TURNED, rms_norm_eps=ABSENT,
+        clip_qkv=lambda data, config: data.number("attention.clamp_kqv", 0.0) or None)  # fmt: skip
+declare("olmo2", "olmo3", "Olmo3ForCausalLM", layer=LAYER | BOTH_AFTER, rope_parameters=local_rope(5e5),
+        sliding_window=window, layer_types=partial(read_layer_types, period=4),
+        when=lambda data: data.has("attention.sliding_window"))  # fmt: skip
+declare("olmo2", "olmo2", "Olmo2ForCausalLM", layer=LAYER | BOTH_AFTER)
+declare("exaone4", "exaone4", "Exaone4ForCausalLM", layer=LAYER | BOTH_AFTER, more=[optional_windows])
+declare("chatglm", "glm", "GlmForCausalLM", **QUERY_BIAS, layer=LAYER | {"ffn_up": "mlp.gate_up_proj"})
+
+
+def _halves(heads: str) -> Order:
+    """Of rotated neighbours, the first ones come first in files of models with pictures."""
+
+    def order(config: Config, rows: int) -> Tensor | None:
+        count, head_dim = config[heads], config["head_dim"]
+        rotated = int(head_dim * config["rope_parameters"]["partial_rotary_factor"])
+        return deinterleaved(count, head_dim, rotated).argsort() if rows == count * head_dim else None
+
+    return order
+
+
+_GLM4: Rules = {
+    **LAYER, "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+}  # fmt: skip
+_GLM4_HALVES: Rules = {
+    "attn_q": Rule("self_attn.q_proj", rows=_halves("num_attention_heads")),
+    "attn_k": Rule("self_attn.k_proj", rows=_halves("num_key_value_heads")),
+}
+declare("glm4", "glm4", "Glm4ForCausalLM", layer=_GLM4 | _GLM4_HALVES, rope_parameters=rope(share=1.0), **QUERY_BIAS,
+        when=lambda data: data.has("rope.dimension_sections"))  # fmt: skip
+declare("glm4", "glm4", "Glm4ForCausalLM", layer=_GLM4, **QUERY_BIAS)
+
+# Models with LayerNorm.
+_COHERE: dict[str, Any] = {
+    "more": [layer_norm("layer_norm_eps")],
+    "logit_scale": number("logit_scale", 1.0),
+    **QUERY_BIAS,
+}
+declare("command-r", "cohere", "CohereForCausalLM", **_COHERE, use_qk_norm=has("attn_q_norm.weight"))
+declare("cohere2", "cohere2", "Cohere2ForCausalLM", **_COHERE, layer_types=partial(read_layer_types, period=4),
+        sliding_window=window)  # fmt: skip
+# Files do not say the window that some of these models have.
+declare("starcoder2", "starcoder2", "Starcoder2ForCausalLM",
+        layer=LAYER | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        more=[layer_norm("norm_epsilon")], hidden_act="gelu_pytorch_tanh", use_bias=has("attn_q.bias"),
+        sliding_window=None)  # fmt: skip
+declare("nemotron", "nemotron", "NemotronForCausalLM", norm_offset=1.0, more=[layer_norm("norm_eps")],
+        rope_parameters=rope(share=1.0), hidden_act="relu2", **QUERY_BIAS, mlp_bias=has("ffn_up.bias"))  # fmt: skip
+# The width of the feed-forward part is that of its tensors; files of Phi 2 say four times that of the model.
+declare("phi2", "phi", "PhiForCausalLM", model=MODEL | {"output_norm": "model.final_layernorm"},
+        layer=LAYER | {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+        more=[layer_norm("layer_norm_eps")], rope_parameters=rope(share=1.0), hidden_act="gelu_new",
+        intermediate_size=lambda data, config: data.shape("blk.0.ffn_up.weight")[0])  # fmt: skip
+_STABLE_NORMS: Rules = {
+    f"attn_{part}_norm.weight": Rule(f"self_attn.{part}_layernorm.norms.{{}}.weight") for part in ("q", "k")
+}
+declare("stablelm", "stablelm", "StableLmForCausalLM", layer=LAYER | _STABLE_NORMS, rope_parameters=rope(share=1.0),
+        more=[layer_norm("layer_norm_eps")], use_qkv_bias=has("attn_q.bias"),
+        use_parallel_residual=flag("use_parallel_residual", True), qk_layernorm=has("attn_q_norm.weight"))  # fmt: skip
+declare("jais2", "jais2", "Jais2ForCausalLM", more=[layer_norm("layer_norm_eps")], hidden_act="relu2", **BIASES)
+
+
+def _fused(config: Config, rows: int) -> Tensor:
+    """A head's query, key and value are side by side in transformers."""
+    return torch.arange(rows).view(3, config["num_attention_heads"], -1).transpose(0, 1).flatten()
+
+
+_NEOX: Rules = {
+    "attn_norm": "input_layernorm", "attn_qkv": Rule("attention.query_key_value", rows=_fused),
+    "attn_output": "attention.dense", "ffn_norm": "post_attention_layernorm", "ffn_up": "mlp.dense_h_to_4h",
+    "ffn_down": "mlp.dense_4h_to_h",
+}  # fmt: skip
+declare("gptneox", "gpt_neox", "GPTNeoXForCausalLM", layer=_NEOX, layers="gpt_neox.layers.{}.",
+        model={"token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm", "output": "embed_out"},
+        more=[layer_norm("layer_norm_eps")], hidden_act="gelu", rope_parameters=rope(share=1.0),
+        attention_bias=has("attn_qkv.bias"),
+        use_parallel_residual=flag("use_parallel_residual", True))  # fmt: skip
+
+
+def _grouped(config: Config, rows: int) -> Tensor | None:
+    """Queries that share a key and a value are before these in transformers."""
+    heads, shared, size = config["num_attention_heads"], config["num_kv_heads"], config["hidden_size"]
+    dim = size // heads
+    if rows != (heads + 2 * shared) * dim:
+        return None
+    parts = torch.split(torch.arange(rows), [size, shared * dim, shared * dim])
+    return torch.cat([part.view(shared, -1) for part in parts], dim=1).flatten()
+
+
+def _falcon(data: Metadata, config: Config) -> Config:
+    count = config.pop("num_key_value_heads")
+    return {
+        "num_kv_heads": count,
+        "multi_query": count == 1,
+        "new_decoder_architecture": count > 1,
+        "num_ln_in_parallel_attn": 2 if data.has_tensor("blk.0.attn_norm_2.weight") else 1,
+        "bias": data.has_tensor("blk.0.attn_qkv.bias"),
+    }
+
+
+_FALCON: Rules = {
+    "attn_qkv": Rule("self_attention.query_key_value", rows=_grouped), "attn_output": "self_attention.dense",
+    "ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h",
+}  # fmt: skip
+_FALCON_SETTINGS: dict[str, Any] = {
+    "layers": "transformer.h.{}.", "more": [layer_norm("layer_norm_epsilon"), _falcon], "hidden_act": ABSENT,
+    "model": {"token_embd": "transformer.word_embeddings", "output_norm": "transformer.ln_f", "output": "lm_head"},
+    "activation": "gelu", "intermediate_size": ABSENT,
+    "ffn_hidden_size": lambda data, config: data.shape("blk.0.ffn_up.weight")[0],
+}  # fmt: skip
+declare("falcon", "falcon", "FalconForCausalLM", layer=_FALCON | {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"},
+        when=lambda data: data.has_tensor("blk.0.attn_norm_2.weight"), **_FALCON_SETTINGS)  # fmt: skip
+declare("falcon", "falcon", "FalconForCausalLM", layer=_FALCON | {"attn_norm": "input_layernorm"}, **_FALCON_SETTINGS)
+
+
+def _gpt(is_transposed: bool) -> Rules:
+    """Rules of a layer. is_transposed: transformers has matrices as [depth, columns]"""
+    names = {"attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
+    rules: Rules = {theirs: Rule(ours, is_transposed=is_transposed) for theirs, ours in names.items()}
+    return {"attn_norm": "ln_1", "ffn_norm": "ln_2"} | rules
+
+
+_GPT: dict[str, Any] = {
+    "layers": "transformer.h.{}.", "more": [layer_norm("layer_norm_epsilon")], "hidden_act": ABSENT,
+    "rope_parameters": ABSENT, "head_dim": ABSENT, "intermediate_size": ABSENT, 
+    "model": {"token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f",
+              "output": "lm_head"},
+    # Files say four times the width of the model.
+    "n_inner": lambda data, config: data.shape("blk.0.ffn_up.weight")[0],
+}  # fmt: skip
+declare("gpt2", "gpt2", "GPT2LMHeadModel", layer=_gpt(True), **_GPT)
+declare("starcoder", "gpt_bigcode", "GPTBigCodeForCausalLM", layer=_gpt(False), **_GPT, num_key_value_heads=ABSENT,
+        multi_query=lambda data, config: config["num_key_value_heads"] == 1)  # fmt: skip
