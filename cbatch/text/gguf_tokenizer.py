@@ -16,30 +16,7 @@ from tokenizers.models import BPE
 
 from cbatch.base.errors import ModelError
 from cbatch.text.backend import TextTokenizer, TokenizerBackend
-from cbatch.text.patterns import (
-    AFMOE_ASIAN,
-    ASIAN,
-    BAILING,
-    BLOOM,
-    CASED,
-    CJK,
-    DEEPSEEK3,
-    EXAONE_MOE,
-    GPT2,
-    GPT4O,
-    JAIS2,
-    KIMI,
-    LLAMA3,
-    MINICPM5,
-    QWEN2,
-    QWEN35,
-    RIGHT_THREES,
-    SEED,
-    SIGNS,
-    TEKKEN,
-    YOUTU,
-    YOUTU_CJK,
-)
+from cbatch.text.patterns import BY_NAME
 
 VERSION = 1
 """Of how merges are made of scores: another number makes them anew."""
@@ -49,40 +26,6 @@ _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 3, 4, 5, 6
 _MAX_TOKEN_CHARACTERS = 2**12
 _MAX_MERGED_CHARACTERS = 256
 """A longer piece of a vocabulary without merges is not cut into all of its pairs."""
-
-_DIGIT, _THREE_DIGITS = r"\p{N}", r"\p{N}{1,3}"
-_SPLITS: dict[tuple[str, ...], str] = {
-    (GPT2,): "default gpt-2 gpt2 phi-2 mpt olmo jais exaone4 trillion granite-docling gigachat a.x-4.0 mellum "
-    "modern-bert jina-v1-en jina-v2-es jina-v2-de jina-v2-code roberta-bpe",
-    (_DIGIT, GPT2): "smollm refact starcoder codeshell command-r exaone minerva-7b mellum2",
-    (LLAMA3,): "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano dbrx smaug-bpe glm4 "
-    "chatglm-bpe",
-    (QWEN2,): "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
-    (QWEN35,): "qwen35",
-    (r"[^\n]+|\n+", QWEN2): "laguna",
-    (_THREE_DIGITS, MINICPM5): "minicpm5",
-    (JAIS2,): "jais-2",
-    (SEED,): "seed-coder",
-    (TEKKEN,): "tekken",
-    (GPT4O,): "gpt-4o llama4 kanana2 talkie minimax-m2 granite-embed-multi-97m",
-    (YOUTU_CJK, YOUTU): "youtu",
-    (KIMI,): "kimi-k2",
-    (BAILING,): "bailingmoe bailingmoe2 llada-moe",
-    (EXAONE_MOE,): "exaone-moe",
-    (_THREE_DIGITS, CJK, DEEPSEEK3): "deepseek-v3 hunyuan-dense joyai-llm",
-    (r"[\r\n]", CASED, SIGNS, r"\s+$", ASIAN, r"\p{N}+"): "deepseek-llm",
-    (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", ASIAN, _DIGIT): "deepseek-coder",
-    (*RIGHT_THREES, AFMOE_ASIAN, DEEPSEEK3): "afmoe",
-    RIGHT_THREES: "superbpe",
-    (r"(?<!\d)\d++\b", *RIGHT_THREES[1:], GPT4O): "tiny_aya cohere2moe",
-    (r"[\p{P}$+<=>^~|`]+", GPT2, "[0-9][0-9][0-9]"): "falcon",
-    (BLOOM,): "bloom poro-chat gpt3-finnish",
-    (BLOOM, _DIGIT): "viking",
-    ("<sentinel:[0-9]+>", "IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  ", _DIGIT, r"[\p{P}!-/:-@\[-`{-~]", GPT2): "chameleon",
-}
-"""Patterns that cut a text into words before merges, one after the other, and llama.cpp's names for them."""
-
-_PATTERNS = {name: patterns for patterns, names in _SPLITS.items() for name in names.split()}
 
 _UNSPLIT = frozenset(("gemma4", "sarvam-moe", "granite-embed-multi-311m"))
 """Those whose tokens are texts, with a character for spaces, as SentencePiece's, but have merges."""
@@ -211,8 +154,8 @@ def _token(metadata: Mapping[str, Any], key: str, tokens: Sequence[str]) -> int 
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str], name: str) -> Tokenizer:
-    patterns = _PATTERNS.get(name)
-    if patterns is None:
+    words = BY_NAME.get(name)
+    if words is None:
         raise ModelError(
             f"The tokenizer of the GGUF file splits text in a way that is called {name[:40]!r}, which is not known."
         )
@@ -220,7 +163,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str], name: str) -> To
     backend = Tokenizer(BPE(_vocabulary(tokens), merges, ignore_merges=name in _IGNORES_MERGES))
     if name in _NORMALIZES:
         backend.normalizer = normalizers.NFC()
-    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False) for pattern in patterns]
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False) for pattern in words]
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )

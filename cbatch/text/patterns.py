@@ -83,3 +83,36 @@ AFMOE_ASIAN = (
 )
 RIGHT_THREES = r"\p{N}+", r"^\p{N}{1,2}(?=(?:\p{N}{3})+$)", r"\p{N}{3}"
 """Digits by three from the right: each run of them, what is left at its beginning, and the others."""
+
+_DIGIT, _THREE_DIGITS = r"\p{N}", r"\p{N}{1,3}"
+_SPLITS: dict[tuple[str, ...], str] = {
+    (GPT2,): "default gpt-2 gpt2 phi-2 mpt olmo jais exaone4 trillion granite-docling gigachat a.x-4.0 mellum "
+    "modern-bert jina-v1-en jina-v2-es jina-v2-de jina-v2-code roberta-bpe",
+    (_DIGIT, GPT2): "smollm refact starcoder codeshell command-r exaone minerva-7b mellum2",
+    (LLAMA3,): "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano dbrx smaug-bpe glm4 "
+    "chatglm-bpe",
+    (QWEN2,): "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
+    (QWEN35,): "qwen35",
+    (r"[^\n]+|\n+", QWEN2): "laguna",
+    (_THREE_DIGITS, MINICPM5): "minicpm5",
+    (JAIS2,): "jais-2",
+    (SEED,): "seed-coder",
+    (TEKKEN,): "tekken",
+    (GPT4O,): "gpt-4o llama4 kanana2 talkie minimax-m2 granite-embed-multi-97m",
+    (YOUTU_CJK, YOUTU): "youtu",
+    (KIMI,): "kimi-k2",
+    (BAILING,): "bailingmoe bailingmoe2 llada-moe",
+    (EXAONE_MOE,): "exaone-moe",
+    (_THREE_DIGITS, CJK, DEEPSEEK3): "deepseek-v3 hunyuan-dense joyai-llm",
+    (r"[\r\n]", CASED, SIGNS, r"\s+$", ASIAN, r"\p{N}+"): "deepseek-llm",
+    (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", ASIAN, _DIGIT): "deepseek-coder",
+    (*RIGHT_THREES, AFMOE_ASIAN, DEEPSEEK3): "afmoe",
+    RIGHT_THREES: "superbpe",
+    (r"(?<!\d)\d++\b", *RIGHT_THREES[1:], GPT4O): "tiny_aya cohere2moe",
+    (r"[\p{P}$+<=>^~|`]+", GPT2, "[0-9][0-9][0-9]"): "falcon",
+    (BLOOM,): "bloom poro-chat gpt3-finnish",
+    (BLOOM, _DIGIT): "viking",
+    ("<sentinel:[0-9]+>", "IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  ", _DIGIT, r"[\p{P}!-/:-@\[-`{-~]", GPT2): "chameleon",
+}  # fmt: skip
+BY_NAME = {name: words for words, names in _SPLITS.items() for name in names.split()}
+"""Patterns that cut a text into words before merges, one after the other, and llama.cpp's names for them."""

@@ -13,10 +13,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import GemmaTokenizer, GPT2Tokenizer, Qwen2Tokenizer
 
 from cbatch.base.errors import ModelError
-from cbatch.text import gguf_tokenizer
 from cbatch.text.backend import TextTokenizer
 from cbatch.text.gguf_tokenizer import end_ids, tokenizer_of
-from cbatch.text.patterns import CASED, GPT4O, LLAMA3, QWEN2, SEED
+from cbatch.text.patterns import BY_NAME, CASED, GPT4O, LLAMA3, QWEN2, SEED
 from tests.support.gguf_files import tokenizer_metadata
 
 TEXTS = [
@@ -307,7 +306,7 @@ def test_what_is_not_read() -> None:
             tokenizer_of(metadata | change, len(metadata["tokenizer.ggml.tokens"]))
 
 
-@pytest.mark.parametrize("name", gguf_tokenizer._PATTERNS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_no_text_is_a_danger(name: str) -> None:
     """Guards each name's patterns against a misspelled one, and against a text that takes forever or is lost."""
     backend = trained(SPLITS["gpt-2"]())
@@ -330,6 +329,6 @@ def test_splits_are_those_of_transformers() -> None:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as SPLITS_THERE
     except ImportError:
         pytest.skip("this version of transformers has no table of patterns for GGUF files")
-    ours = {name: found[0] for name, found in gguf_tokenizer._PATTERNS.items() if len(found) == 1}
+    ours = {name: found[0] for name, found in BY_NAME.items() if len(found) == 1}
     shared = ours.keys() & SPLITS_THERE.keys()
     assert len(shared) > 10 and all(ours[name] == SPLITS_THERE[name] for name in shared)

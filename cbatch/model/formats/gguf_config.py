@@ -18,8 +18,6 @@ from cbatch.base.model_files import InvalidFile
 from cbatch.model.formats.gguf_architectures import (  # noqa: F401  # which registers them
     dense,
     experts,
-    gemma,
-    latent,
     recurrent,
 )
 from cbatch.model.formats.gguf_architectures.architecture import (

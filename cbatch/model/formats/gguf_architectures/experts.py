@@ -1,10 +1,14 @@
-"""Mixtures of experts."""
+"""Mixtures of experts, and latent attention."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from cbatch.base.model_files import InvalidFile
 from cbatch.model.formats.gguf_architectures.architecture import (
     ABSENT,
     BEHIND,
@@ -13,6 +17,7 @@ from cbatch.model.formats.gguf_architectures.architecture import (
     Metadata,
     Rule,
     Rules,
+    Shape,
 )
 from cbatch.model.formats.gguf_architectures.readers import (
     AFTER_ATTENTION,
@@ -23,8 +28,11 @@ from cbatch.model.formats.gguf_architectures.readers import (
     expert_size,
     experts,
     has,
+    has_any,
     local_rope,
+    long_rope,
     mixture,
+    number,
     optional_windows,
     read_rope,
     rope,
@@ -34,13 +42,15 @@ from cbatch.model.formats.gguf_architectures.readers import (
     window,
 )
 
+_MIXTURE = mixture("num_experts", size="moe_intermediate_size")
 declare("hunyuan-moe", "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", **QUERY_BIAS,
         layer=LAYER | LATE_NORMS | experts() | shared_experts("mlp.shared_mlp.") | {"ffn_gate_inp": "mlp.gate.wg"},
         more=[mixture("num_experts", "moe_topk")])  # fmt: skip
 declare("olmoe", "olmoe", "OlmoeForCausalLM", layer=LAYER | experts() | {"ffn_gate_inp": "mlp.gate"},
         more=[mixture("num_experts", size="intermediate_size")], norm_topk_prob=False)  # fmt: skip
 
-_BIASED_EXPERTS = [mixture("n_routed_experts", size="moe_intermediate_size"), biased]
+_ROUTED = mixture("n_routed_experts", size="moe_intermediate_size")
+_BIASED_EXPERTS = [_ROUTED, biased]
 _BIASED: Rules = {
     **LAYER, **experts(), **shared_experts("mlp.shared_experts."), "ffn_gate_inp": "mlp.gate",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
@@ -92,44 +102,17 @@ declare("minimax-m2", "minimax_m2", "MiniMaxM2ForCausalLM", rope_parameters=rope
         more=[mixture("num_local_experts", size="intermediate_size")])  # fmt: skip
 declare("mellum", "mellum", "MellumForCausalLM", layer=LAYER | experts() | {"ffn_gate_inp": "mlp.gate"},
         rope_parameters=local_rope(10000.0), norm_topk_prob=True,
-        more=[mixture("num_experts", size="moe_intermediate_size"), optional_windows])  # fmt: skip
-
-
-def _gated(data: Metadata, config: Config) -> Config:
-    """Of AFMoE, whose weights are of sigmoids and sum up to a number."""
-    if not data.flag("expert_weights_norm", True):
-        raise data.refused("does not divide weights of experts by their sum, which is not read")
-    return {
-        "num_shared_experts": data.whole("expert_shared_count", 0),
-        "num_dense_layers": data.whole("leading_dense_block_count", 0),
-        "route_scale": data.number("expert_weights_scale", 1.0),
-        "mup_enabled": True,
-    }
-
-
+        more=[_MIXTURE, optional_windows])  # fmt: skip
 _AFMOE: Rules = {
     **LAYER, **experts(), **shared_experts("mlp.shared_experts."), **AFTER_ATTENTION, "ffn_norm": "pre_mlp_layernorm",
     "post_ffw_norm": "post_mlp_layernorm", "attn_gate": "self_attn.gate_proj", "ffn_gate_inp": "mlp.router.gate",
     "exp_probs_b.bias": "mlp.expert_bias",
 }  # fmt: skip
 declare("afmoe", "afmoe", "AfmoeForCausalLM", layer=_AFMOE, **QUERY_BIAS,
-        more=[mixture("num_experts", size="moe_intermediate_size"), _gated, optional_windows])  # fmt: skip
-
-
-def _llama4(data: Metadata, config: Config) -> Config:
-    """llama.cpp has numbers of its own for chunks and for how queries grow, and norms in all but the largest model."""
-    layers = config["num_hidden_layers"]
-    return {
-        "intermediate_size_mlp": config["intermediate_size"],
-        "interleave_moe_layer_step": data.whole("interleave_moe_layer_step"),
-        "no_rope_layers": [int((layer + 1) % 4 > 0) for layer in range(layers)],
-        "attention_chunk_size": 8192,
-        "floor_scale": 8192,
-        "attn_scale": 0.1,
-        "use_qk_norm": data.whole("expert_count") != 128,
-    }
-
-
+        more=[_MIXTURE, optional_windows], num_shared_experts=whole("expert_shared_count", 0), mup_enabled=True,
+        num_dense_layers=whole("leading_dense_block_count", 0),
+        route_scale=number("expert_weights_scale", 1.0))  # fmt: skip
+# llama.cpp has numbers of its own for chunks and for how queries grow, and norms in all but the largest model.
 _LLAMA4: Rules = {
     **LAYER, **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
     **shared_experts("feed_forward.shared_expert."), "ffn_gate_inp": "feed_forward.router",
@@ -141,19 +124,132 @@ _LLAMA4: Rules = {
     "ffn_down_exps.weight": Rule("feed_forward.experts.down_proj", is_transposed=True),
 }  # fmt: skip
 declare("llama4", "llama4_text", "Llama4ForCausalLM", layer=_LLAMA4, **QUERY_BIAS,
-        more=[_llama4, mixture("num_local_experts", size="intermediate_size")])  # fmt: skip
-
-
-def _hy(data: Metadata, config: Config) -> Config:
-    is_sparse = [data.has_tensor(f"blk.{layer}.ffn_gate_inp.weight") for layer in range(config["num_hidden_layers"])]
-    return {
-        "mlp_layer_types": ["sparse" if one else "dense" for one in is_sparse],
-        "num_shared_experts": shared_size(data, config) // expert_size(data),
-        "router_scaling_factor": data.number("expert_weights_scale", 1.0),
-    }
-
-
+        more=[lambda data, config: {"intermediate_size_mlp": config["intermediate_size"]},
+              mixture("num_local_experts", size="intermediate_size")],
+        interleave_moe_layer_step=whole("interleave_moe_layer_step", 1), attention_chunk_size=8192, floor_scale=8192,
+        attn_scale=0.1, no_rope_layer_interval=4,
+        use_qk_norm=lambda data, config: data.whole("expert_count") != 128)  # fmt: skip
 declare("hy_v3", "hy_v3", "HYV3ForCausalLM", **QUERY_BIAS,
         layer=LAYER | experts() | shared_experts("mlp.shared_mlp.")
         | {"ffn_gate_inp": "mlp.router.gate", "exp_probs_b.bias": "mlp.expert_bias", "exp_probs_b": "mlp.expert_bias"},
-        more=[mixture("num_experts", size="moe_intermediate_size"), _hy])  # fmt: skip
+        more=[_MIXTURE], router_scaling_factor=number("expert_weights_scale", 1.0),
+        num_shared_experts=lambda data, config: shared_size(data, config) // expert_size(data),
+        mlp_layer_types=lambda data, config: [
+            "sparse" if data.has_tensor(f"blk.{layer}.ffn_gate_inp.weight") else "dense"
+            for layer in range(config["num_hidden_layers"])
+        ])  # fmt: skip
+
+# Latent attention: DeepSeek V2 and V3, and their kin.
+
+
+def _sizes(data: Metadata, config: Config) -> tuple[int, int, int]:
+    """Of keys, of what is rotated of them, and of values. Newer files also have those of llama.cpp's own attention."""
+    width = data.whole("attention.key_length_mla", config["head_dim"])
+    by_width = config["hidden_size"] // max(config["num_attention_heads"], 1)
+    values = data.whole("attention.value_length_mla", data.whole("attention.value_length", by_width))
+    return width, data.whole("rope.dimension_count"), values
+
+
+def _check(data: Metadata, config: Config) -> None:
+    heads, (width, rotated, values) = config["num_attention_heads"], _sizes(data, config)
+    queries = data.shapes("attn_q_b.weight") or data.shapes("attn_q.weight")
+    found = [(first[0], last[-1]) for first, last in zip(queries, data.shapes("attn_output.weight"), strict=False)]
+    if heads < 1 or found[:1] != [(heads * width, heads * values)] or rotated > width:
+        raise data.refused(
+            f"claims to have {heads} heads of {width} and {values}, of which {rotated} rotate; its tensors differ"
+        )
+
+
+def _latent(data: Metadata, config: Config) -> Config:
+    width, rotated, values = _sizes(data, config)
+    shapes = data.shapes("attn_q_a.weight")
+    return {
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": width - rotated,
+        "v_head_dim": values,
+        "kv_lora_rank": data.whole("attention.kv_lora_rank"),
+        "q_lora_rank": shapes[0][0] if shapes else None,
+    }
+
+
+def _rope(data: Metadata, config: Config) -> Config:
+    """YaRN scales scores, by a tenth of what other architectures say."""
+    rope = long_rope(data, config | {"head_dim": data.whole("rope.dimension_count")})
+    if rope["rope_type"] == "yarn":
+        scale = data.number("rope.scaling.yarn_log_multiplier", 0.0) / 0.1
+        rope |= {"mscale": scale, "mscale_all_dim": scale} if scale else {}
+    return rope
+
+
+def _keys_values(config: Config, parts: Sequence[Tensor]) -> Tensor:
+    """Newer files have the linears of keys, transposed, and of values by themselves."""
+    keys, values = (part.float() for part in parts)
+    return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1)
+
+
+def _keys_values_shape(keys: Shape, values: Shape) -> Shape:
+    if len(keys) != 3 or len(values) != 3 or (keys[0], keys[1]) != (values[0], values[2]):
+        raise InvalidFile(f"The tensors attn_k_b and attn_v_b have the shapes {keys} and {values}.")
+    return keys[0] * (keys[2] + values[1]), keys[1]
+
+
+_LATENT: Rules = {
+    **LAYER, "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm", "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b.weight": Rule(
+        "self_attn.kv_b_proj.weight", parts=("attn_v_b.weight",), combine=_keys_values, shape=_keys_values_shape
+    ),
+    "attn_v_b.weight": BEHIND,
+}  # fmt: skip
+_LATENT_EXPERTS = _BIASED | _LATENT
+_SETTINGS: dict[str, Any] = {"check": _check, "rope_parameters": _rope, "attention_bias": has_any("attn_q_a.bias")}
+
+
+def _softmax(data: Metadata, config: Config) -> Config:
+    """Of DeepSeek V2, whose weights of experts are not divided by their sum."""
+    if data.has("attention.temperature_scale"):
+        raise data.refused("scales queries by position, which is not read in its architecture")
+    if data.flag("expert_weights_norm", False):
+        raise data.refused("divides weights of experts by their sum, which is not read with softmax")
+    found = biased(data, config, 1)
+    del found["norm_topk_prob"]
+    return found | {"topk_method": "group_limited_greedy" if found["n_group"] > 1 else "greedy"}
+
+
+# Those of A.X K1 and others without experts in all layers have other names in transformers, and compute the same.
+declare("deepseek2", "youtu", "YoutuForCausalLM", layer=_LATENT, more=[_latent], **_SETTINGS,
+        when=lambda data: not data.whole("expert_count", 0))  # fmt: skip
+declare("deepseek2", "deepseek_v3", "DeepseekV3ForCausalLM", layer=_LATENT_EXPERTS, more=[_latent, _ROUTED, biased],
+        **_SETTINGS, when=lambda data: bool(data.shapes("exp_probs_b.bias")))  # fmt: skip
+declare("deepseek2", "deepseek_v2", "DeepseekV2ForCausalLM", layer=_LATENT_EXPERTS, more=[_latent, _ROUTED, _softmax],
+        **_SETTINGS)  # fmt: skip
+
+
+def _indexed(data: Metadata, config: Config) -> Config:
+    return {"index_topk": data.whole("attention.indexer.top_k")}
+
+
+# Weights of the index are not used where it chooses everything.
+_INDEX: Rules = {f"indexer.{name}": BEHIND for name in ("k_norm", "proj", "attn_k", "attn_q_b")}
+for _name, _kind, _class in (("deepseek32", "deepseek_v32", "DeepseekV32ForCausalLM"),
+                             ("glm-dsa", "glm_moe_dsa", "GlmMoeDsaForCausalLM")):  # fmt: skip
+    declare(
+        _name, _kind, _class, layer=_LATENT_EXPERTS | _INDEX, more=[_latent, _ROUTED, biased, _indexed], **_SETTINGS
+    )
+
+
+def _growing_rope(data: Metadata, config: Config) -> Config:
+    """Queries grow with the position."""
+    return _rope(data, config) | {"llama_4_scaling_beta": data.number("attention.temperature_scale", 0.0)}
+
+
+def _softmax_mixture(data: Metadata, config: Config) -> Config:
+    return biased(data, config, 1)
+
+
+declare("mistral4", "mistral4", "Mistral4ForCausalLM", layer=_LATENT_EXPERTS, more=[_latent, _ROUTED, _softmax_mixture],
+        check=_check, rope_parameters=_growing_rope)  # fmt: skip
+# llama.cpp scales embedding, residual and logits of the one MiniCPM 3 there is, which its file does not say.
+declare("minicpm3", "minicpm3", "MiniCPM3ForCausalLM", layer=_LATENT, more=[_latent], **_SETTINGS,
+        scale_emb=12, scale_depth=1.4, dim_model_base=256)  # fmt: skip

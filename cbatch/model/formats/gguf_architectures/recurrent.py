@@ -120,12 +120,9 @@ def _scan_sizes(data: Metadata) -> Config:
     if min(heads, inner) < 1 or inner % heads:
         raise data.refused(f"claims to have {heads} recurrent heads for {inner} numbers")
     return {
-        "mamba_n_heads": heads,
-        "mamba_d_head": inner // heads,
-        "mamba_n_groups": data.whole("ssm.group_count"),
-        "mamba_d_state": data.whole("ssm.state_size"),
-        "mamba_d_conv": data.whole("ssm.conv_kernel"),
-    }
+        "mamba_n_heads": heads, "mamba_d_head": inner // heads, "mamba_n_groups": data.whole("ssm.group_count"),
+        "mamba_d_state": data.whole("ssm.state_size"), "mamba_d_conv": data.whole("ssm.conv_kernel"),
+    }  # fmt: skip
 
 
 def _mamba(data: Metadata, config: Config) -> Config:
@@ -158,64 +155,44 @@ declare("granitehybrid", "bamba", "BambaForCausalLM", layer=TURNED | _scan("mamb
         when=lambda data: data.flag("rope.scaling.finetuned", False))  # fmt: skip
 declare("granitehybrid", "granitemoehybrid", "GraniteMoeHybridForCausalLM", layer=TURNED | _MIXTURE | _MAMBA,
         more=[_multipliers, _mamba, _granite_experts], layer_types=_types("linear_attention"),
-        position_embedding_type="nope",
-        attention_bias=has_any("attn_q.bias"))  # fmt: skip
+        position_embedding_type="nope", attention_bias=has_any("attn_q.bias"))  # fmt: skip
 
 
-def _falcon_sizes(data: Metadata, config: Config) -> Config:
-    """All multipliers are in the weights."""
-    found = _scan_sizes(data)
-    return found | {
-        "mamba_d_ssm": found["mamba_n_heads"] * found["mamba_d_head"],
-        "mamba_conv_bias": bool(data.shapes("ssm_conv1d.bias")),
-        "mamba_proj_bias": bool(data.shapes("ssm_in.bias")),
-        "projectors_bias": bool(data.shapes("ssm_out.bias")),
-        "mamba_rms_norm": bool(data.shapes("ssm_norm.weight")),
-        "mamba_norm_before_gate": False,
-    }
+def _inner(data: Metadata, config: Config) -> Config:
+    return _scan_sizes(data) | {"mamba_d_ssm": data.whole("ssm.inner_size")}
 
 
+# All multipliers are in the weights.
 _FALCON: Rules = {
     **LAYER, **_scan("mamba."), **_GATED, "ffn_norm": "pre_ff_layernorm.weight",
     "ffn_norm.weight": "pre_ff_layernorm.weight",
 }  # fmt: skip
-declare("falcon-h1", "falcon_h1", "FalconH1ForCausalLM", layer=_FALCON, more=[_falcon_sizes], **BIASES,
-        model=_MAMBA_MODEL)  # fmt: skip
+declare("falcon-h1", "falcon_h1", "FalconH1ForCausalLM", layer=_FALCON, more=[_inner], **BIASES,
+        model=_MAMBA_MODEL, mamba_conv_bias=has_any("ssm_conv1d.bias"), mamba_proj_bias=has_any("ssm_in.bias"),
+        projectors_bias=has_any("ssm_out.bias"), mamba_rms_norm=has_any("ssm_norm.weight"),
+        mamba_norm_before_gate=False)  # fmt: skip
 
 # Layers of Nemotron-H are one part each.
 _NEMOTRON_PARTS = {"ssm_in.weight": "linear_attention", "attn_q.weight": "full_attention", "ffn_gate_inp.weight": "moe"}
 
 
 def _nemotron(data: Metadata, config: Config) -> Config:
-    sizes = _scan_sizes(data)
-    eps = config.pop("rms_norm_eps", None)
+    names = "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"
+    found = dict(zip(names, _scan_sizes(data).values(), strict=True))
+    found["layer_norm_epsilon"] = data.number("attention.layer_norm_epsilon", config.pop("rms_norm_eps", None))
     widths = {shape[0] for shape in data.shapes("ffn_up.weight")}
     if len(widths) > 1:
         raise data.refused("has feed-forward layers of different widths, which is not read")
-    found = {
-        "layers_block_type": [
-            next((kind for name, kind in _NEMOTRON_PARTS.items() if data.has_tensor(f"blk.{layer}.{name}")), "mlp")
-            for layer in range(config["num_hidden_layers"])
-        ],
-        "layer_norm_epsilon": data.number("attention.layer_norm_epsilon", eps),
-        "mamba_num_heads": sizes["mamba_n_heads"],
-        "mamba_head_dim": sizes["mamba_d_head"],
-        "n_groups": sizes["mamba_n_groups"],
-        "ssm_state_size": sizes["mamba_d_state"],
-        "conv_kernel": sizes["mamba_d_conv"],
-        "use_conv_bias": bool(data.shapes("ssm_conv1d.bias")),
-        "use_bias": bool(data.shapes("ssm_in.bias")),
-        "mlp_bias": bool(data.shapes("ffn_up.bias")),
-        "intermediate_size": next(iter(widths), None),
-    }
-    if "moe" not in found["layers_block_type"]:
-        return found
-    return found | {
-        **mixture("n_routed_experts", size="moe_intermediate_size")(data, config),
-        **biased(data, config),
-        "moe_latent_size": data.whole("moe_latent_size", 0) or None,
-        "moe_shared_expert_intermediate_size": data.shapes("ffn_up_shexp.weight")[0][0],
-    }
+    found["intermediate_size"] = next(iter(widths), None)
+    found["layers_block_type"] = kinds = [
+        next((kind for name, kind in _NEMOTRON_PARTS.items() if data.has_tensor(f"blk.{layer}.{name}")), "mlp")
+        for layer in range(config["num_hidden_layers"])
+    ]
+    if "moe" in kinds:
+        found |= mixture("n_routed_experts", size="moe_intermediate_size")(data, config) | biased(data, config)
+        found["moe_latent_size"] = data.whole("moe_latent_size", 0) or None
+        found["moe_shared_expert_intermediate_size"] = data.shapes("ffn_up_shexp.weight")[0][0]
+    return found
 
 
 _NEMOTRON: Rules = {
@@ -229,7 +206,8 @@ _NEMOTRON: Rules = {
 }  # fmt: skip
 for _name in ("nemotron_h", "nemotron_h_moe"):
     declare(_name, "nemotron_h", "NemotronHForCausalLM", layer=_NEMOTRON, more=[_nemotron], rope_parameters=ABSENT,
-            hidden_act=ABSENT, mlp_hidden_act="relu2", first_k_dense_replace=ABSENT,
+            hidden_act=ABSENT, mlp_hidden_act="relu2", first_k_dense_replace=ABSENT, use_bias=has_any("ssm_in.bias"),
+            use_conv_bias=has_any("ssm_conv1d.bias"), mlp_bias=has_any("ffn_up.bias"),
             model={"token_embd": "model.embeddings", "output_norm": "model.norm_f", "output": "lm_head"})  # fmt: skip
 
 # Qwen 2 to 3.5. Gated delta nets have their heads of values in another order.
