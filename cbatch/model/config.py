@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from cbatch.base.model_files import MODELOPT_FILE, InvalidFile, read_json_object
 from cbatch.model.config_classes import LAYER_TYPES, class_of
+from cbatch.model.config_classes import UnsupportedConfig as UnsupportedConfig
 
 _MOST_SHOWN, _LONGEST = 60, 2**14
 """Characters of a value that a sentence repeats, and numbers of a list that layers have one each of."""
@@ -270,10 +271,6 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     settings = read_json_object(path)
     check_settings(settings, _GENERATION, path)
     return settings
-
-
-class UnsupportedConfig(Exception):
-    """Why the fast path does not support a model."""
 
 
 class ConfigReader:

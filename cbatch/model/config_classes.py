@@ -28,6 +28,10 @@ _OF_ALL = (
 """Keys of the outer level of a wrapper's file that also concern its language model."""
 
 
+class UnsupportedConfig(Exception):
+    """Why the fast path does not support a model."""
+
+
 class ConfigClass(NamedTuple):
     """The configuration class of a type.
 
@@ -100,7 +104,10 @@ def levels(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of the language model, under its own `model_type`; `wrapped_by` is that of a model around it."""
+    """The settings of the language model, under its own `model_type`; `wrapped_by` is that of a model around it.
+
+    Raises UnsupportedConfig for settings that lie where transformers does not read them, and that matter.
+    """
     kind = str(config.get("model_type"))
     wrapper = wrapper_of(kind)
     if wrapper is None:
@@ -110,9 +117,22 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         text = text.get(key) if isinstance(text, Mapping) else None
     if not isinstance(text, Mapping):
         text = config if wrapper.flat else wrapper.settings
+        _check_unread(config, text, wrapper)
     given = None if text is config else text.get("model_type")
     kind = wrapper.text if wrapper.fixed or given is None else str(given)
     is_tied = config.get("tie_word_embeddings", wrapper.tied) or text.get("tie_word_embeddings", False)
     outer = {key: config[key] for key in _OF_ALL if key in config}
     own = {"model_type": kind, "tie_word_embeddings": is_tied, "wrapped_by": config["model_type"]}
     return {**text, **outer, **own}
+
+
+def _check_unread(config: Mapping[str, Any], text: Mapping[str, Any], wrapper: Wrapper) -> None:
+    """text: the settings instead of those that the file does not have in their place"""
+    known = class_of(wrapper.text)
+    if text is config or known is None:
+        return
+    usual = {**known.defaults, **text}
+    for key in sorted(known.read & config.keys() - {"tie_word_embeddings"}):
+        if config[key] != usual.get(key) and (config[key] or usual.get(key)):
+            place = ".".join(wrapper.part)
+            raise UnsupportedConfig(f"its {key} does not stand in {place}, where transformers reads it")

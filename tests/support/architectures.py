@@ -7,6 +7,7 @@ the libraries use for it. Windows, chunks and thresholds are set so low that a p
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -300,22 +301,25 @@ def draw(network: nn.Module, gain: float) -> None:
                     parameter.normal_(std=gain / fan_in**0.5, generator=generator)
 
 
-def shrunk(fields: dict[str, Any]) -> dict[str, Any]:
+def shrunk(fields: dict[str, Any], exceptions: Mapping[str, dict[str, Any]] = EXCEPTIONS) -> dict[str, Any]:
+    """Settings with every size made small. exceptions: what models of a type have besides"""
     layers = next((fields[name] for name in ("num_hidden_layers", "n_layer", "num_layers") if fields.get(name)), 0)
     names = [name for name in fields if isinstance(name, str) and not name.startswith("_")]
-    small = {name: _small(name, fields[name], layers) for name in names if name not in ("id2label", "label2id")}
+    small = {
+        name: _small(name, fields[name], layers, exceptions) for name in names if name not in ("id2label", "label2id")
+    }
     if "qk_rope_head_dim" in small and "head_dim" in small:
         small["head_dim"] = small["qk_rope_head_dim"]
     if "kv_lora_rank" in small and "num_key_value_heads" in small:
         small["num_key_value_heads"] = small["num_attention_heads"]
     if "sliding_window" in small and set(small.get("layer_types") or ()) == {"full_attention"}:
         small["layer_types"] = ["sliding_attention", "full_attention"]
-    return small | EXCEPTIONS.get(fields.get("model_type", ""), {})
+    return small | exceptions.get(fields.get("model_type", ""), {})
 
 
-def _small(name: str, value: Any, layers: int) -> Any:
+def _small(name: str, value: Any, layers: int, exceptions: Mapping[str, dict[str, Any]]) -> Any:
     if isinstance(value, dict):
-        return shrunk(value)
+        return shrunk(value, exceptions)
     if value == 0 and value is not False and "window" not in name:  # a part that this family does not have by default
         return value
     if isinstance(value, list) and layers and len(value) == layers:

@@ -14,7 +14,7 @@ import torch
 from cbatch.base.errors import ModelError
 from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.model.families import declared_kinds
+from cbatch.model.families import has_declaration
 from tests.support.architectures import NOT_BUILT_HERE, draw, make_architecture
 from tests.support.tiny_models import eager_attention, make_engine, make_prompts
 
@@ -142,9 +142,9 @@ def reference_logits(network: Any, ids: Any) -> torch.Tensor:
 def outcome(model_type: str, result: CheckResult) -> str:
     """Entry in docs/models.md for a model type."""
     if result.status == EQUAL:
-        return "equal, on a fast path" if model_type in declared_kinds() else "equal, by transformers"
+        return "equal, on a fast path" if has_declaration(model_type) else "equal, by transformers"
     reason = NOT_BUILT_HERE[model_type] if result.status == NOT_BUILT else result.reason
-    is_declared = result.status == REFUSED and model_type in declared_kinds()
+    is_declared = result.status == REFUSED and has_declaration(model_type)
     return f"{result.status}{', but equal on a fast path' if is_declared else ''}: {reason}"
 
 

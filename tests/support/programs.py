@@ -62,19 +62,24 @@ def saved_model(kind: str) -> SavedModel:
     network = make_architecture(kind, GAINS[0], **_WITHOUT_CHOICE.get(kind, {}))
     for gain in GAINS:
         draw(network, gain)
-        _draw_buffers(network)
+        draw_buffers(network)
         if depends_on_context(network):
             break
-    with TemporaryDirectory() as folder:
-        transformers.utils.logging.disable_progress_bar()
-        network.save_pretrained(folder)
-        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-        tensors = read_tensors(Path(folder))
+    config, tensors = as_files(network)
     if kind in WITHOUT_CAUSAL_CLASS and "text_config" in config:
         config = config["text_config"] | {"tie_word_embeddings": config.get("tie_word_embeddings", False)}
         parts = ((_OF_TEXT.fullmatch(name), tensor) for name, tensor in tensors.items())
         tensors = {found[1] or f"model.{found[2]}": tensor for found, tensor in parts if found}
     return SavedModel(network, config, tensors)
+
+
+def as_files(network: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The config.json and the tensors that transformers makes of a network."""
+    transformers.utils.logging.disable_progress_bar()
+    with TemporaryDirectory() as folder:
+        network.save_pretrained(folder)
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        return config, _read_all(Path(folder))
 
 
 def reconfigured(saved: SavedModel, settings: dict[str, Any]) -> SavedModel:
@@ -85,7 +90,7 @@ def reconfigured(saved: SavedModel, settings: dict[str, Any]) -> SavedModel:
     return SavedModel(network, config, saved.tensors)
 
 
-def _draw_buffers(network: Any) -> None:
+def draw_buffers(network: Any) -> None:
     """Numbers of the files that are not parameters, such as the biases of routers, which are 0 in a new network."""
     generator = torch.Generator().manual_seed(1)
     for name, buffer in network.named_buffers():
@@ -95,7 +100,7 @@ def _draw_buffers(network: Any) -> None:
             buffer.fill_(0.8)
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
+def _read_all(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -15,11 +12,11 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
 
-from cbatch.model.config_classes import text_config, wrapper_of, wrappers
-from cbatch.model.families import declared_kinds, read_program
+from cbatch.model.config_classes import wrapper_of, wrappers
+from cbatch.model.families import has_declaration, read_program
 from cbatch.model.tensor_names import names_in_files
 from tests.support.architectures import draw, shrunk
-from tests.support.programs import SavedModel, read_tensors
+from tests.support.programs import SavedModel, as_files
 
 LAYOUTS = {
     "model.language_model.": "",
@@ -50,9 +47,7 @@ NOT_TRIED: dict[str, str] = {
 
 def wrapper_kinds() -> list[str]:
     """The types of models that wrap a language model which is declared, but for those that are not tried."""
-    declared = set(declared_kinds())
-    kinds = [kind for kind in wrappers() if text_config({"model_type": kind}).get("model_type") in declared]
-    return [kind for kind in kinds if kind not in NOT_TRIED]
+    return [kind for kind in wrappers() if has_declaration(kind) and kind not in NOT_TRIED]
 
 
 @cache
@@ -61,13 +56,14 @@ def saved_wrapper(kind: str) -> SavedModel:
     cls = CONFIG_MAPPING[kind]
     network = _class_of(kind)._from_config(cls(**shrunk(cls().to_dict()))).eval()
     draw(network, 1.5)
-    with TemporaryDirectory() as folder:
-        transformers.utils.logging.disable_progress_bar()
-        network.save_pretrained(folder)
-        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-        tensors = read_tensors(Path(folder))
+    config, tensors = as_files(network)
+    return SavedModel(network, config, layers_renamed(kind, tensors))
+
+
+def layers_renamed(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that transformers saves of a type of wrapper, with the layers of its text model called such."""
     wrong = WRONGLY_SAVED.get(kind, "\0")
-    return SavedModel(network, config, {name.replace(wrong, ".layers."): each for name, each in tensors.items()})
+    return {name.replace(wrong, ".layers."): tensor for name, tensor in tensors.items()}
 
 
 def _class_of(kind: str) -> Any:

@@ -74,12 +74,10 @@ def rope_settings(
     config: ConfigReader, layer_type: str | None = None, theta_key: str = "rope_theta", part: float | None = None
 ) -> dict[str, Any]:
     """The settings in one dictionary; older files have other names for them."""
-    given: dict[str, Any] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        found = config.get(key) or {}
-        if layer_type is not None and layer_type in found:
-            found = found[layer_type] or {}
-        given |= found
+    newer, older = config.get("rope_parameters"), config.get("rope_scaling")
+    given: dict[str, Any] = dict(older or newer or {})
+    if layer_type is not None and layer_type in given:
+        given = dict(given[layer_type] or {})
     given.setdefault("rope_theta", config.get(theta_key) or config["rope_theta"])
     given.setdefault("partial_rotary_factor", config.get("partial_rotary_factor") or part or 1.0)
     original = config.get("original_max_position_embeddings")

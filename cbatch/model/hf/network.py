@@ -16,7 +16,8 @@ from typing import Any
 
 from cbatch.base.errors import CbatchError, ModelError, first_sentence
 from cbatch.base.model_files import model_folder
-from cbatch.model.config import read_model_config
+from cbatch.model.config import UnsupportedConfig, read_model_config
+from cbatch.model.config_classes import text_config
 from cbatch.model.device_map import is_disk_full
 from cbatch.model.formats.quantized import settings_of
 from cbatch.model.hf.memory_check import auto_class, check_weights_fit
@@ -96,6 +97,10 @@ def _check_kind(config: Mapping[str, Any], source: str) -> None:
     """Raises ModelError for a type that transformers does not have, and says which version its files name."""
     from transformers import CONFIG_MAPPING, __version__
 
+    try:
+        text_config(config)
+    except UnsupportedConfig as error:
+        _log.warning("transformers reads %s otherwise than it is meant: %s.", source, error)
     kind, named = config.get("model_type"), str(config.get("transformers_version", ""))
     if kind is None or kind in CONFIG_MAPPING:
         return
