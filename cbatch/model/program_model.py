@@ -29,7 +29,8 @@ _NUMBERS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 def resolved(program: Program, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """The tensors of the files by the names that the program has for them."""
-    names = names_in_files(program, tensors)
+    # Numbers of what is packed in files are made when they are asked for, and only shapes are.
+    names = names_in_files(program, tensors.matrices if isinstance(tensors, StoredWeights) else tensors)
     if any(ours != theirs for ours, theirs in names.items()) or len(names) < len(tensors):
         tensors = _ReadLater({ours: partial(tensors.__getitem__, theirs) for ours, theirs in names.items()})
     if any(name.endswith(".experts.gate_up_proj") and name not in program.shapes for name in tensors):

@@ -44,9 +44,13 @@ class ChatTokenizer:
         eos = tokenizer.special_tokens.get("eos_token")
         self.eos_id = next((number for number, token in added.items() if token.content == eos), None)
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
-        special = sorted((added[number].content for number in self.special_ids), key=len, reverse=True)
+        self._special = sorted((added[number].content for number in self.special_ids), key=len, reverse=True)
         self._renderer = TemplateRenderer()
-        self._special_pattern = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        """Of special tokens, of which some models have thousands."""
+        return re.compile("|".join(map(re.escape, self._special)) or r"(?!)")
 
     @property
     def chat_template(self) -> str | None:

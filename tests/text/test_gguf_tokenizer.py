@@ -268,6 +268,10 @@ def test_ends_and_named_tokens() -> None:
     assert end_ids(metadata) == [1, 3, 4, 5]
     assert end_ids(metadata | {"tokenizer.ggml.token_type": [3, 3, 3, 1, 3, 1, 1]}) == [1, 2, 4, 5]
     assert end_ids({"tokenizer.ggml.eos_token_id": -1}) == []
+    named = {"tokenizer.ggml.eot_token_id": 0, "tokenizer.ggml.eom_token_id": 6}
+    assert end_ids(metadata | named) == [0, 1, 3, 4, 5, 6], "all of them count"
+    solar = ["<|end|>", "<|flush|>", "<|calls|>", "</s>", "word"]
+    assert end_ids({"tokenizer.ggml.tokens": solar, "tokenizer.ggml.eos_token_id": 4}) == [1, 2, 3, 4]
 
 
 def test_texts_begin_and_end_as_the_file_says() -> None:
