@@ -43,7 +43,7 @@ _IGNORES_MERGES = _BEGINS - {"chameleon"} | {"youtu", "minicpm5", "granite-embed
 
 _END_TOKENS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>",
-    "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "</s>", "<turn|>",
+    "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>",
     "<|tool_response>", "<｜end▁of▁sentence｜>", "<|flush|>", "<|calls|>",
 )  # fmt: skip
 """Tokens that end an output in every model that has them, which files do not always name."""
