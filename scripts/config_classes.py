@@ -35,7 +35,7 @@ SHARED_KEYS = ("tie_word_embeddings", "per_layer_config", "rope_theta", "rope_sc
 NEUTRAL = re.compile(
     r"_(name_or_path|output_attentions|(attn|experts)_implementation\w*)|.*(dropout|pdrop|layerdrop)(_.*)?|.*_token_id|.*_token_index|use_cache|return_dict|output_\w+|num_labels|"
     r"problem_type|(id2label|label2id)|\w*initializer_\w+|.*init_std|init_method|router_\w*(coef|noise)\w*|.*aux_loss\w*|"
-    r"gradient_checkpointing|default_theta|dtype|architectures|model_type|name_or_path|transformers_version|vision_config|"
+    r"gradient_checkpointing|default_theta|number_of_conv_states|kv_sharing_modes|dtype|architectures|model_type|name_or_path|transformers_version|vision_config|"
     r"audio_config|is_encoder_decoder|is_decoder|add_cross_attention|chunk_size_feed_forward|classifier_\w+|summary_\w+"
 )
 """Keys that are read, and change nothing of the logits in inference: of training, of outputs, of other inputs."""
@@ -51,10 +51,13 @@ CONFIGS = re.compile(r"(\w+_)?config|cfg")
 
 
 class Reads(ast.NodeVisitor):
-    """The keys that source reads of a configuration. of_self: in methods of the configuration itself"""
+    """The keys that source reads of a configuration, with what it takes if they are absent, None if it does not say.
+
+    of_self: in methods of the configuration itself
+    """
 
     def __init__(self, *, of_self: bool = False) -> None:
-        self.found: set[str] = set()
+        self.found: dict[str, Any] = {}
         self._of_self = of_self
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
@@ -67,7 +70,7 @@ class Reads(ast.NodeVisitor):
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if isinstance(node.ctx, ast.Load) and self._is_config(node.value):
-            self.found.add(node.attr)
+            self.found.setdefault(node.attr)
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
@@ -77,14 +80,16 @@ class Reads(ast.NodeVisitor):
         is_read = name in ("getattr", "hasattr") and self._is_config(node.args[0])
         if isinstance(node.func, ast.Attribute) and node.func.attr in ("pop", "get", "setdefault") and self._of_self:
             is_read = getattr(node.func.value, "id", "") == "kwargs"
-        if is_read:
-            self.found.update(texts[:1])
+        if is_read and texts:
+            default = node.args[-1].value if isinstance(node.args[-1], ast.Constant) else None
+            known = self.found.setdefault(texts[0])
+            self.found[texts[0]] = default if known is None and default != texts[0] else known
         self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
         """Of `"key" in kwargs`."""
         if self._of_self and isinstance(node.left, ast.Constant) and isinstance(node.left.value, str):
-            self.found.add(node.left.value)
+            self.found.setdefault(node.left.value)
         self.generic_visit(node)
 
     def _is_config(self, node: ast.expr) -> bool:
@@ -92,25 +97,25 @@ class Reads(ast.NodeVisitor):
         return bool(CONFIGS.fullmatch(name)) or (self._of_self and name == "self")
 
 
-def keys_read(source: str, *, of_self: bool = False) -> set[str]:
-    """The keys that a piece of Python reads of a configuration."""
+def keys_read(source: str, *, of_self: bool = False) -> dict[str, Any]:
+    """The keys that a piece of Python reads of a configuration, with their defaults; see `Reads`."""
     reads = Reads(of_self=of_self)
     reads.visit(ast.parse(source))
     return reads.found
 
 
 @cache
-def _read_by_module(name: str) -> frozenset[str]:
+def _read_by_module(name: str) -> dict[str, Any]:
     try:
         module = importlib.import_module(f"transformers.{name}")
     except ImportError:  # a wrapper without modeling source of its own
-        return frozenset()
-    return frozenset(keys_read(inspect.getsource(module)))
+        return {}
+    return keys_read(inspect.getsource(module))
 
 
 @cache
-def _read_by_class(cls: type) -> frozenset[str]:
-    return frozenset(keys_read(inspect.getsource(cls), of_self=True))
+def _read_by_class(cls: type) -> dict[str, Any]:
+    return keys_read(inspect.getsource(cls), of_self=True)
 
 
 def _classes(cls: type[PreTrainedConfig]) -> Iterator[type]:
@@ -118,26 +123,33 @@ def _classes(cls: type[PreTrainedConfig]) -> Iterator[type]:
     return (one for one in cls.__mro__ if issubclass(one, PreTrainedConfig) and one is not PreTrainedConfig)
 
 
+def _joined(*reads: dict[str, Any]) -> dict[str, Any]:
+    """All keys that change a result, each with the first of its defaults."""
+    found: dict[str, Any] = {}
+    for key, default in (item for one in reads for item in one.items()):
+        if not NEUTRAL.fullmatch(key) and found.get(key) is None:
+            found[key] = default
+    return found
+
+
 @cache
-def shared_keys() -> frozenset[str]:
-    """The keys that code of all models reads."""
-    found = frozenset(SHARED_KEYS).union(*map(_read_by_module, SHARED_SOURCE))
-    return frozenset(key for key in found if not NEUTRAL.fullmatch(key))
+def shared_keys() -> dict[str, Any]:
+    """The keys that code of all models reads, and their defaults."""
+    found = _joined(dict.fromkeys(SHARED_KEYS), *map(_read_by_module, SHARED_SOURCE))
+    return {key: default for key, default in found.items() if not callable(getattr(PreTrainedConfig, key, None))}
 
 
-def read_keys(cls: type[PreTrainedConfig]) -> set[str]:
+def read_keys(cls: type[PreTrainedConfig]) -> dict[str, Any]:
     """The keys that change what the models of a class compute, under the names that the class has for them."""
-    found = set(shared_keys())
     network = getattr(transformers, str(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(cls.model_type)), None)
-    modules = {one.__module__.replace(".configuration_", ".modeling_") for one in _classes(cls)}
-    modules |= {network.__module__} if network is not None else set()
-    for name in modules:
-        found |= _read_by_module(name.removeprefix("transformers."))
-    for one in _classes(cls):
-        found |= _read_by_class(one)
+    modules = {one.__module__.replace(".configuration_", ".modeling_"): None for one in _classes(cls)}
+    if network is not None:
+        modules[network.__module__] = None
     own = {field.name for field in fields(cls)}
-    names = (cls.attribute_map.get(key, key) for key in found if not NEUTRAL.fullmatch(key))
-    return {key for key in names if key in own or not key.startswith("_")}
+    by_module = (_read_by_module(name.removeprefix("transformers.")) for name in modules)
+    found = _joined(*map(_read_by_class, _classes(cls)), *by_module, shared_keys())
+    named = _joined(*({cls.attribute_map.get(key, key): default} for key, default in found.items()))
+    return {key: default for key, default in named.items() if key in own or not key.startswith("_")}
 
 
 _THETAS = {"rope_theta": "global", "rope_local_base_freq": "local"}
@@ -172,10 +184,12 @@ def entry(cls: type[PreTrainedConfig]) -> dict[str, Any]:
     """What the table says of a class; see `cbatch.model.config_classes.ConfigClass`."""
     names, keys = cls.attribute_map, read_keys(cls)
     has = {names.get(key, key): value for key, value in defaults(cls).items()}
+    absent = {key: default for key, default in keys.items() if default not in (None, shared_keys().get(key))}
     methods = {name for one in cls.__mro__ for name, value in vars(one).items() if callable(value)}
+    usual = {key: default for key, default in (absent | has).items() if key in keys}
     found = {
-        "defaults": {key: has[key] for key in sorted(has) if key in keys},
-        "read": sorted(keys - has.keys() - methods - shared_keys()),
+        "defaults": dict(sorted(usual.items())),
+        "read": sorted(keys.keys() - usual.keys() - methods - shared_keys().keys()),
         "names": dict(sorted(names.items())),
         "ends": has.get("eos_token_id"),
     }
@@ -227,7 +241,7 @@ def table() -> dict[str, Any]:
     wrappers = {kind: found for kind in sorted(CONFIG_MAPPING) if (found := wrapper(kind)) is not None}
     return {
         "transformers": transformers.__version__,
-        "shared": sorted(shared_keys()),
+        "shared": dict(sorted(shared_keys().items())),
         "classes": {kind: entry(CONFIG_MAPPING[kind]) for kind in kinds},
         "wrappers": wrappers,
     }
@@ -237,7 +251,7 @@ def lines(found: dict[str, Any]) -> str:
     """The table as JSON, with one line for each type."""
     parts = []
     for name, value in found.items():
-        if isinstance(value, dict):
+        if name in ("classes", "wrappers"):
             inner = ",\n".join(f"  {json.dumps(kind)}: {json.dumps(one)}" for kind, one in value.items())
             parts.append(f"{json.dumps(name)}: {{\n{inner}\n }}")
         else:

@@ -78,8 +78,9 @@ def class_of(kind: str) -> ConfigClass | None:
     entry = _table()["classes"].get(SAME_AS.get(kind, kind))
     if entry is None:
         return None
-    defaults = entry.get("defaults", {})
-    read = frozenset([*_table()["shared"], *entry.get("read", ()), *defaults])
+    shared: dict[str, Any] = _table()["shared"]
+    defaults = {**{key: one for key, one in shared.items() if one is not None}, **entry.get("defaults", {})}
+    read = frozenset([*shared, *entry.get("read", ()), *defaults])
     return ConfigClass(defaults, read, entry.get("names", {}), entry.get("ends"))
 
 

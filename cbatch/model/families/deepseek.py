@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cbatch.model.config import UnsupportedConfig
 from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind, deinterleaved, rows_of
 from cbatch.model.families.decoder import Part, attention, decoder, family, feed_forward, mixture, sparse_by_type
 from cbatch.model.families.experts import biased_router, num_experts
@@ -160,9 +159,7 @@ def _sparse_layers(model: Builder) -> list[bool]:
         return sparse_by_type(kinds)
     default = 0 if kind == "mistral4" else 3 if kind in ("deepseek_v3", "kimi_k2", *_INDEXED) else 1
     dense = 1 if kind == "glm4_moe_lite" else config.whole("first_k_dense_replace", default)
-    period = config.whole("moe_layer_freq", 1)
-    if kind != "axk1" and period != 1:
-        raise UnsupportedConfig(f"its moe_layer_freq is {period}")
+    period = config.whole("moe_layer_freq") if kind == "axk1" else 1
     config.ignore("first_k_dense_replace")
     return [layer >= dense and layer % period == 0 for layer in model.numbers]
 

@@ -123,7 +123,7 @@ def _sizes(model: Builder, number: int, kind: str) -> HeadSizes:
             raise UnsupportedConfig("its per_layer_config has other keys")
         head_dim, kv_heads = int(own.get("head_dim", head_dim)), int(own.get("num_key_value_heads", kv_heads))
     elif is_full:
-        head_dim = config.whole("global_head_dim", 512)
+        head_dim = config.whole("global_head_dim")
         if config.get("attention_k_eq_v"):
             kv_heads = int(config.get("num_global_key_value_heads") or kv_heads)
     return HeadSizes(heads, kv_heads, head_dim, head_dim, head_dim)

@@ -43,7 +43,7 @@ def qwen_hybrid(model: Builder) -> None:
     config.expect("hidden_act", "silu")  # also after the convolutions
     norm = NormKind(config.get("rms_norm_eps"), offset=1.0)
     model.read(norm=norm, part=0.25)
-    bias, interval = config.flag("attention_bias"), config.whole("full_attention_interval", 4)
+    bias, interval = config.flag("attention_bias"), config.whole("full_attention_interval")
     kinds = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in model.numbers]
     kinds = model.layer_types(kinds, ("full_attention", "linear_attention"))
     config.ignore("intermediate_size")

@@ -149,7 +149,7 @@ def windowed_moe(model: Builder) -> None:
 def cohere2_moe(model: Builder) -> None:
     """Cohere 2 with experts, and maybe with RMSNorm. Dense layers may rotate in full attention, too."""
     config = model.config
-    eps, dense = config.get("rms_norm_eps"), config.whole("first_k_dense_replace", 0)
+    eps, dense = config.get("rms_norm_eps"), config.whole("first_k_dense_replace")
     norm = NormKind(config.get("layer_norm_eps"), "layer") if eps is None else NormKind(eps)
     model.read(norm=norm, is_interleaved=True, head_dim=128)
     periods = config.whole("prefix_dense_sliding_window_pattern"), config.whole("sliding_window_pattern")

@@ -156,7 +156,7 @@ def step3p5(model: Builder) -> None:
     model.read(norm=NormKind(config.get("rms_norm_eps"), offset=1.0), has_rotary=False)
     config.expect("attention_bias", False)
     config.expect("mlp_bias", False)
-    others = config.whole("num_nextn_predict_layers", 0)  # which predict more tokens; lists have entries for them
+    others = config.whole("num_nextn_predict_layers")  # which predict more tokens; lists have entries for them
     model.spare += [rf"model\.layers\.{layers + number}\..*" for number in range(others)]
     kinds = list(config.get("layer_types") or ["full_attention"] * layers)[:layers]
     heads, listed = model.sizes.heads, config.get("per_layer_config")
