@@ -70,9 +70,9 @@ def _message(text: str) -> str:
 
 def main() -> None:
     cache = Path(*sys.argv[1:2]) if sys.argv[1:] else Path.home() / ".cache" / "cbatch-real-models"
-    record = {"llama-cpp-python": version("llama-cpp-python")}
-    rows = [row for model in (CHAT, BASE) for row in outputs(cache, model)]
-    OUTPUTS.write_text(json.dumps(record | {"outputs": rows}, indent=1, ensure_ascii=False) + "\n")
+    rows = [json.dumps(row, ensure_ascii=False) for model in (CHAT, BASE) for row in outputs(cache, model)]
+    lines = ",\n".join(rows)
+    OUTPUTS.write_text(f'{{"llama-cpp-python": "{version("llama-cpp-python")}",\n"outputs": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":

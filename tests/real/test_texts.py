@@ -28,9 +28,10 @@ PROMPTS = {
 """Of different lengths, so that a step mixes prefill and decoding. Gemma is no chat model."""
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "llama_cpp_outputs.json").read_text())
+"""Written by `scripts.record_llama_cpp`."""
 
-NEARLY = 0.3
-"""Nats."""
+NEARLY, MOST_NEAR = 0.5, 5
+"""How many nats a token may be behind the likeliest one, and how many of an output's may be behind at all."""
 
 
 class Answer(NamedTuple):
@@ -67,11 +68,11 @@ def test_float32_equals_generate(model: RealModel) -> None:
     assert [one.text for one in found] == [answer.text for answer in expected]
 
 
-@pytest.mark.parametrize("model", [GEMMA3], ids=lambda model: model.name)
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_gguf_follows_llama_cpp(model: RealModel) -> None:
     """Guards the tokenizer, template and integers of a GGUF file against llama.cpp's greedy output of the same file.
 
-    Each of its tokens is the likeliest here, or nearly so where two are as likely: sums are rounded in another way.
+    Its tokens are the likeliest here, or nearly so where several are as likely: both round activations, in other ways.
     """
     with engine_of(model.gguf) as engine:
         rows = [row for row in RECORDED["outputs"] if row["model"] == model.name]
@@ -81,4 +82,5 @@ def test_gguf_follows_llama_cpp(model: RealModel) -> None:
             tokens = engine.score(row["prompt_ids"], row["token_ids"], top=1).tokens
             behind = [token.top[0].logprob - token.logprob for token in tokens]
             assert len(behind) == len(row["token_ids"]) and max(behind) < NEARLY, (row["text"], behind)
+            assert sum(gap > 0 for gap in behind) <= MOST_NEAR
             assert engine.detokenize(row["token_ids"]) == row["text"]
