@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,9 +30,11 @@ from tests.support.published_configs import (
     published,
     same_small_models,
 )
+from tests.support.wrappers import wrapper_kinds
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
 LIST = re.compile(r"(?<=\| path \| models \|\n\|---\|---\|\n)(\|.*\n)*")
+WRAPPERS = re.compile(r"(?<=have a fast path for text:\n)(.+\n)*")
 TOLERANCE = 2e-4
 """Most that the order of sums changes logits in float32, as a share of their spread."""
 
@@ -42,6 +45,7 @@ def main() -> int:
     if sys.argv[1:] == ["--write"]:
         EXPECTED.write_text(json.dumps({name: path_of(name) for name in names()}, indent=1) + "\n", encoding="utf-8")
         page = DOCUMENT.read_text(encoding="utf-8")
+        page = WRAPPERS.sub(lambda _: wrapped(", ".join(f"`{kind}`" for kind in wrapper_kinds())), page)
         DOCUMENT.write_text(LIST.sub(lambda _: rows(names()), page), encoding="utf-8")
         return 0
     chosen = sys.argv[1:] or names()
@@ -71,6 +75,10 @@ def compare(chosen: Iterable[str]) -> int:
         said = "equal" if error < TOLERANCE else "WRONG"
         print(f"{', '.join(group)} ({published(group[0])['model_type']}): {FAST}, {said}, {error:.0e}", flush=True)
     return wrong
+
+
+def wrapped(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
 def rows(chosen: Iterable[str]) -> str:

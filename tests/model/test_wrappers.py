@@ -19,6 +19,7 @@ from cbatch.model.cpu import CpuModel
 from cbatch.model.families import has_declaration
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import load_model
+from scripts.real_checkpoints import DOCUMENT, wrapped
 from tests.support.generation import generate
 from tests.support.model_checks import is_greedy_output
 from tests.support.programs import error_of, logits_in_chunks
@@ -46,6 +47,7 @@ def test_all_wrappers_are_tried() -> None:
     """Guards the list of those that are not tried: it names none that could be."""
     tried = {kind for kind in wrappers() if has_declaration(kind)}
     assert tried >= NOT_TRIED.keys() and len(tried) - len(NOT_TRIED) > 60
+    assert wrapped(", ".join(f"`{kind}`" for kind in wrapper_kinds())) in DOCUMENT.read_text(encoding="utf-8")
 
 
 def test_weights_of_the_language_model_must_be_there() -> None:
