@@ -61,7 +61,10 @@ def has_own_head(program: Program, tensors: Mapping[str, Tensor]) -> bool:
         return False
     names = names_in_files(program, tensors)
     head, table = names.get(HEAD), names.get(program.embedding.name)
-    return head is not None and table is not None and not torch.equal(tensors[head], tensors[table])
+    if head is None or table is None:
+        return False
+    ours, theirs = tensors[head], tensors[table]
+    return ours.dtype != theirs.dtype or not torch.equal(ours, theirs)
 
 
 def _is_table(program: Program, tensor: Any) -> bool:

@@ -36,7 +36,7 @@ def test_published_files_take_the_paths_that_are_expected() -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("kind", sampled(sorted(KINDS), 4, keep=["gemma3", "nemotron_h", "qwen3_moe"]))
+@pytest.mark.parametrize("kind", sampled(sorted(KINDS), 3, keep=["gemma3", "nemotron_h"]))
 def test_small_models_with_published_settings_are_right(kind: str) -> None:
     """Guards settings that only published files have: the fast path gives the logits of transformers."""
     assert error_in(KINDS[kind]) < 2e-4

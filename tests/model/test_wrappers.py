@@ -28,11 +28,11 @@ from tests.support.samples import sampled
 from tests.support.tiny_models import make_prompts
 from tests.support.wrappers import NOT_TRIED, published, saved_wrapper, text_logits, wrapper_kinds
 
-_POPULAR = ["gemma3", "kimi_k25", "mistral3", "qwen2_5_vl", "qwen3_vl_moe", "llama4"]
+_POPULAR = ["mistral3", "qwen2_5_vl", "qwen3_vl_moe"]
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("kind", sampled(wrapper_kinds(), 7, keep=_POPULAR))
+@pytest.mark.parametrize("kind", sampled(wrapper_kinds(), 4, keep=_POPULAR))
 def test_text_from_published_names(kind: str) -> None:
     """Guards every wrapper on the fast path: its logits for text, whichever of the names its weights have."""
     saved = saved_wrapper(kind)
