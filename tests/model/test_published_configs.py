@@ -42,6 +42,12 @@ def test_small_models_with_published_settings_are_right(kind: str) -> None:
     assert error_in(KINDS[kind]) < 2e-4
 
 
+@pytest.mark.parametrize("key", ["rope_theta", "rope_scaling"])
+def test_a_renamed_key_is_noticed(key: str) -> None:
+    """Guards the comparison: without a key that matters the logits are others."""
+    assert error_in("meta-llama/Llama-3.2-1B-Instruct", renamed=key) > 1e-3
+
+
 @pytest.mark.exhaustive
 def test_all_published_settings_are_right() -> None:
     """Guards the rest of the published files; those that differ in sizes only are compared once."""

@@ -97,6 +97,10 @@ def small_config(name: str) -> dict[str, Any]:
 def _cut(config: dict[str, Any]) -> dict[str, Any]:
     """Smaller sizes, for lists that have a number for each frequency or layer, too."""
     small = shrunk(config, {}) | {key: value for key, value in config.items() if value is None}
+    if "use_sliding_window" in config:
+        small["use_sliding_window"] = config["use_sliding_window"]
+    if set(config.get("layer_types") or ()) == {"full_attention"}:
+        small["layer_types"] = ["full_attention"] * small["num_hidden_layers"]
     if config.get("moe_latent_size"):
         small["moe_latent_size"] = 32
     if isinstance(pattern := config.get("hybrid_override_pattern"), str):  # a letter for each layer
@@ -147,13 +151,15 @@ def same_small_models(chosen: Iterable[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-def error_in(name: str) -> float:
+def error_in(name: str, renamed: str = "") -> float:
     """The largest difference between the fast path and transformers, as a share of the spread of the logits.
 
     Of a tiny random model with the published settings.
+    renamed: a key that the fast path is not given under its name
     """
     config = small_config(name)
     network = _network(config)
+    config = {f"its_{key}" if key == renamed else key: value for key, value in config.items()}
     _, tensors = as_files(network)
     model = CpuModel(config, layers_renamed(network.config.model_type, tensors), torch.float32)
     prompt = PROMPT[: min(model.max_model_len, model.short_context or 40)]

@@ -48,7 +48,7 @@ def _windows(model: Builder) -> list[int]:
     window = int(config.get("sliding_window") or 0)
     if kind == "cwm":
         return [0 if layer % 4 == 0 else window for layer in model.numbers]
-    first = config.whole("max_window_layers") if window and kind.startswith(("qwen", "mimo")) else 0
+    first = config.whole("max_window_layers", 0) if kind.startswith(("qwen", "mimo")) else 0
     return [window if layer >= first else 0 for layer in model.numbers]
 
 
