@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,8 @@ def _cut(config: dict[str, Any]) -> dict[str, Any]:
 
 def _configuration(config: Mapping[str, Any]) -> Any:
     kind = SAME_AS.get(str(config["model_type"]), str(config["model_type"]))
-    return CONFIG_MAPPING[kind](**{key: value for key, value in config.items() if key != "model_type"})
+    given = deepcopy({key: value for key, value in config.items() if key != "model_type"})  # which transformers changes
+    return CONFIG_MAPPING[kind](**given)
 
 
 def _network(config: dict[str, Any]) -> Any:
