@@ -15,22 +15,9 @@ from torch import Tensor
 
 from cbatch.base.errors import ModelError
 from cbatch.base.model_files import InvalidFile
-from cbatch.model.formats.gguf_architectures import (  # noqa: F401  # which registers them
-    dense,
-    experts,
-    recurrent,
-)
-from cbatch.model.formats.gguf_architectures.architecture import (
-    BEHIND,
-    MAX_EXPERTS,
-    Architecture,
-    Config,
-    Metadata,
-    Order,
-    Rule,
-    Rules,
-    architectures,
-)
+from cbatch.model.formats.gguf_architectures import architecture as known
+from cbatch.model.formats.gguf_architectures import dense, experts, recurrent  # noqa: F401  # which registers them
+from cbatch.model.formats.gguf_architectures.architecture import BEHIND, Architecture, Config, Metadata, Order, Rule
 from cbatch.model.formats.gguf_file import GgufFile
 from cbatch.model.formats.gguf_weights import GgufMatrix, MadeWeight
 from cbatch.model.stored import StoredMatrix
@@ -46,13 +33,13 @@ _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(.+)")
 def architecture_of(file: GgufFile) -> Architecture:
     """Raises ModelError for an architecture that has no fast path here."""
     data = Metadata(file)
-    found = next((one for one in architectures.get(file.architecture, []) if one.when(data)), None)
+    found = next((one for one in known.architectures.get(file.architecture, []) if one.when(data)), None)
     if found is None:
-        near = get_close_matches(file.architecture, architectures, 3, 0.5)
-        known = f", but those of {', '.join(near)} are" if near else ""
+        near = get_close_matches(file.architecture, known.architectures, 3, 0.5)
+        others = f", but those of {', '.join(near)} are" if near else ""
         raise ModelError(
-            f"GGUF models of the architecture {file.architecture[:80]!r} are not read{known}; {len(architectures)} "
-            "architectures are listed in docs/gguf.md."
+            f"GGUF models of the architecture {file.architecture[:80]!r} are not read{others}; "
+            f"{len(known.architectures)} architectures are listed in docs/gguf.md."
         )
     return found
 
@@ -70,7 +57,6 @@ def read_config(file: GgufFile) -> Config:
     heads = data.whole("attention.head_count")
     config: Config = {
         "model_type": architecture.kind,
-        "architectures": [architecture.name],
         "vocab_size": vocabulary,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
@@ -128,7 +114,7 @@ def matrices_of(file: GgufFile, config: Config) -> dict[str, StoredMatrix]:
 
 
 def _matrices(
-    file: GgufFile, architecture: Architecture, rules: Rules, config: Config, name: str, theirs: str = "",
+    file: GgufFile, architecture: Architecture, rules: known.Rules, config: Config, name: str, theirs: str = "",
     ours: str = "",
 ) -> Iterator[tuple[str, GgufMatrix]]:  # fmt: skip
     """The weights of a tensor. theirs, ours: the beginnings of its name in the file, and of the weight's"""
@@ -144,7 +130,7 @@ def _matrices(
     is_made = rule.combine is not None and bool(rule.parts)
     shape = _shapes(file, tensors)[0] if is_made else _joined_shape(file, tensors)
     if "{}" in rule.name:
-        if shape[0] > MAX_EXPERTS:
+        if shape[0] > known.MAX_EXPERTS:
             raise InvalidFile(f"{path}: the tensor {tensors[0]!r} has the shape {shape}.")
         names = [name for name in (rule.name, rule.second) if name]
         share = shape[1] // len(names)

@@ -175,14 +175,26 @@ ABSENT = object()
 """The value of a common setting that an architecture does not have."""
 
 
+def check_heads(data: Metadata, config: Config) -> None:
+    """Heads must be those of some layer's queries, so that nothing is made for more of them."""
+    heads, head_dim = config["num_attention_heads"], config["head_dim"]
+    shapes = data.shapes("attn_output.weight")
+    if not shapes or heads < 1 or shapes[0][-1] != heads * head_dim:
+        raise data.refused(f"claims to have {heads} heads of {head_dim}, and its tensors differ")
+    if data.whole("attention.value_length", head_dim) != head_dim:
+        raise data.refused("has values of another size than keys, which is not read")
+    if isinstance(config["num_key_value_heads"], list):
+        raise data.refused("has layers with different numbers of KV heads, which is not read")
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """How models of an architecture are described.
 
-    kind, name:   their `model_type` and their class in transformers
+    kind:         their `model_type` in transformers
+    layer, model: what becomes of their tensors
     settings:     what they have beside the common settings, each a value, or a function that reads it
     more:         functions that read several settings
-    layer, model: what becomes of their tensors
     layers:       how names of a layer's weights begin, with `{}` for its number
     made:         weights that are not tensors of the file
     check:        raises InvalidFile if heads are not those of the tensors
@@ -191,17 +203,16 @@ class Architecture:
     """
 
     kind: str
-    name: str
-    settings: Mapping[str, Any]
-    more: Sequence[Read]
     layer: Rules
     model: Rules
-    layers: str
-    made: Callable[[Metadata, Config], Mapping[str, Tensor]]
-    check: Read
-    norm_offset: float
-    plain_norms: tuple[str, ...]
-    when: Callable[[Metadata], bool]
+    settings: Mapping[str, Any]
+    more: Sequence[Read] = ()
+    layers: str = "model.layers.{}."
+    made: Callable[[Metadata, Config], Mapping[str, Tensor]] = lambda data, config: {}
+    check: Read = check_heads
+    norm_offset: float = 0.0
+    plain_norms: tuple[str, ...] = ()
+    when: Callable[[Metadata], bool] = lambda data: True
 
     def read(self, data: Metadata, config: Config) -> Config:
         """All settings, given the common ones."""
@@ -214,15 +225,3 @@ class Architecture:
 
 architectures: dict[str, list[Architecture]] = {}
 """By their names in files."""
-
-
-def check_heads(data: Metadata, config: Config) -> None:
-    """Heads must be those of some layer's queries, so that nothing is made for more of them."""
-    heads, head_dim = config["num_attention_heads"], config["head_dim"]
-    shapes = data.shapes("attn_output.weight")
-    if not shapes or heads < 1 or shapes[0][-1] != heads * head_dim:
-        raise data.refused(f"claims to have {heads} heads of {head_dim}, and its tensors differ")
-    if data.whole("attention.value_length", head_dim) != head_dim:
-        raise data.refused("has values of another size than keys, which is not read")
-    if isinstance(config["num_key_value_heads"], list):
-        raise data.refused("has layers with different numbers of KV heads, which is not read")

@@ -2,59 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cbatch.model.families.builder import deinterleaved
-from cbatch.model.formats.gguf_architectures.architecture import (
-    ABSENT,
-    BEHIND,
-    LAYER,
-    MODEL,
-    Config,
-    Metadata,
-    Order,
-    Read,
-    Rule,
-    Rules,
-)
-from cbatch.model.formats.gguf_architectures.readers import (
-    AFTER_ATTENTION,
-    BIASES,
-    BOTH_AFTER,
-    LATE_NORMS,
-    QUERY_BIAS,
-    TURNED,
-    declare,
-    experts,
-    flag,
-    has,
-    layer_norm,
-    local_rope,
-    long_rope,
-    mixture,
-    number,
-    optional_windows,
-    read_layer_types,
-    read_rope,
-    rope,
-    whole,
-    window,
-)
+from cbatch.model.formats.gguf_architectures import readers as r
+from cbatch.model.formats.gguf_architectures.architecture import ABSENT, Config, Metadata, Read, Rule
+from cbatch.model.formats.gguf_architectures.readers import declare, value
 
 # Llama and its kin, most with rows of queries and keys permuted.
-declare("llama", "mixtral", "MixtralForCausalLM", when=lambda data: data.has_tensor("blk.0.ffn_gate_exps.weight"),
-        layer=TURNED | experts("block_sparse_moe.experts.{}.", "w1", "w3", "w2")
-        | {"ffn_gate_inp": "block_sparse_moe.gate"}, more=[mixture("num_local_experts")])  # fmt: skip
-declare("llama", "llama", "LlamaForCausalLM", layer=TURNED, **BIASES)
-# Models of text with pictures, whose text rotates as one does without them.
-declare("qwen2", "qwen2", "Qwen2ForCausalLM")
-declare("qwen2vl", "qwen2", "Qwen2ForCausalLM")
-declare("qwen3", "qwen3", "Qwen3ForCausalLM")
-declare("qwen3vl", "qwen3", "Qwen3ForCausalLM")
+declare("llama", "mixtral", layer=r.PERMUTED | r.BLOCK_SPARSE, more=[r.mixture("num_local_experts")],
+        when=lambda data: data.has_tensor("blk.0.ffn_gate_exps.weight"))  # fmt: skip
+declare("llama", layer=r.PERMUTED, **r.BIASES)
+# Models of text with pictures rotate as one does without them.
+declare("qwen2 qwen2vl")
+declare("qwen3 qwen3vl")
 
 
 def _either_norm(data: Metadata, config: Config) -> Config:
@@ -63,17 +27,16 @@ def _either_norm(data: Metadata, config: Config) -> Config:
     return {"rms_norm_eps": data.number("attention.layer_norm_epsilon") if eps is None else eps}
 
 
-declare("exaone", "llama", "LlamaForCausalLM", more=[_either_norm], **BIASES)
-declare("arcee", "arcee", "ArceeForCausalLM", layer=TURNED, **BIASES, hidden_act="relu2")
-# llama.cpp rotates in three of four layers, whatever the file says.
-declare("smollm3", "smollm3", "SmolLM3ForCausalLM", layer=TURNED, **BIASES, no_rope_layer_interval=4)
-declare("seed_oss", "seed_oss", "SeedOssForCausalLM", layer=LAYER | AFTER_ATTENTION, **BIASES,
-        attention_out_bias=has("attn_output.bias"))  # fmt: skip
+declare("exaone", "llama", more=[_either_norm], **r.BIASES)
+# llama.cpp rotates in three of four layers of SmolLM 3, whatever the file says, as transformers does by default.
+declare("arcee", layer=r.PERMUTED, **r.BIASES)
+declare("smollm3", layer=r.PERMUTED, **r.BIASES)
+declare("seed_oss", layer=r.AFTER_ATTENTION, **r.BIASES, attention_out_bias=r.has("attn_output.bias"))
 
 
 def _scaled_rope(data: Metadata, config: Config) -> Config:
     """Queries grow with the position."""
-    rope = read_rope(data, config, 1e6)
+    rope = r.read_rope(data, config, 1e6)
     if rope["rope_type"] != "yarn":
         raise data.refused("scales queries by position without YaRN, which is not read")
     all_dims = data.number("rope.scaling.yarn_log_multiplier", 1.0)
@@ -81,95 +44,73 @@ def _scaled_rope(data: Metadata, config: Config) -> Config:
     return rope | {"mscale": 1.0, "mscale_all_dim": all_dims, "llama_4_scaling_beta": beta}
 
 
-declare("mistral3", "ministral3", "Ministral3ForCausalLM", layer=TURNED, rope_parameters=_scaled_rope,
-        sliding_window=None, when=lambda data: data.has("attention.temperature_scale"))  # fmt: skip
-declare("mistral3", "mistral", "MistralForCausalLM", layer=TURNED, sliding_window=None)
+declare("mistral3", "ministral3", layer=r.PERMUTED, rope_parameters=_scaled_rope,
+        when=lambda data: data.has("attention.temperature_scale"))  # fmt: skip
+declare("mistral3", "mistral", layer=r.PERMUTED, sliding_window=None)
 # Neighbours are rotated together in transformers, too.
-declare("ernie4_5", "ernie4_5", "Ernie4_5ForCausalLM", use_bias=has("ffn_down.bias"))
-declare("paddleocr", "paddleocr_vl_text", "PaddleOCRVLForConditionalGeneration", use_bias=has("ffn_down.bias"))
+declare("ernie4_5", use_bias=r.has("ffn_down.bias"))
+declare("paddleocr", "paddleocr_vl_text", use_bias=r.has("ffn_down.bias"))
 
 
 def _alphas(data: Metadata, config: Config) -> dict[str, Tensor]:
     """The numbers of each layer's activation."""
-    names = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
-    values = {name: data.own_numbers(f"xielu.{name}", config["num_hidden_layers"]) for name in names}
     return {
-        f"model.layers.{layer}.mlp.act_fn.{name}": torch.tensor(values[name][layer]).view(shape)
-        for layer in range(config["num_hidden_layers"])
-        for name, shape in names.items()
+        f"model.layers.{layer}.mlp.act_fn.{name}": torch.tensor(number).view(shape)
+        for name, shape in (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ()))
+        for layer, number in enumerate(data.own_numbers(f"xielu.{name}", config["num_hidden_layers"]))
     }
 
 
-declare("apertus", "apertus", "ApertusForCausalLM", made=_alphas, hidden_act="xielu", **QUERY_BIAS,
-        layer=LAYER | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"})  # fmt: skip
+declare("apertus", made=_alphas, **r.QUERY_BIAS,
+        layer={"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"})  # fmt: skip
 # The base that the file of a HunYuan has is the one that `alpha` has made.
-declare("hunyuan-dense", "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", layer=LAYER | LATE_NORMS, **QUERY_BIAS)
-declare("phi3", "phi3", "Phi3ForCausalLM", rope_parameters=long_rope,
-        layer=LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+declare("hunyuan-dense", "hunyuan_v1_dense", layer=r.LATE_NORMS, **r.QUERY_BIAS)
+declare("phi3", layer={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}, rope_parameters=r.long_rope,
         sliding_window=lambda data, config: data.whole("attention.sliding_window", 0) or None)  # fmt: skip
 
 # OLMo, EXAONE and GLM, most with norms after each part.
-declare("olmo", "olmo", "OlmoForCausalLM", layer=TURNED, rms_norm_eps=ABSENT,
+declare("olmo", layer=r.PERMUTED, rms_norm_eps=ABSENT,
         clip_qkv=lambda data, config: data.number("attention.clamp_kqv", 0.0) or None)  # fmt: skip
-declare("olmo2", "olmo3", "Olmo3ForCausalLM", layer=LAYER | BOTH_AFTER, rope_parameters=local_rope(5e5),
-        sliding_window=window, layer_types=partial(read_layer_types, period=4),
+declare("olmo2", "olmo3", layer=r.BOTH_AFTER, rope_parameters=r.local_rope(5e5), **r.windows(4),
         when=lambda data: data.has("attention.sliding_window"))  # fmt: skip
-declare("olmo2", "olmo2", "Olmo2ForCausalLM", layer=LAYER | BOTH_AFTER)
-declare("exaone4", "exaone4", "Exaone4ForCausalLM", layer=LAYER | BOTH_AFTER, more=[optional_windows])
-declare("chatglm", "glm", "GlmForCausalLM", **QUERY_BIAS, layer=LAYER | {"ffn_up": "mlp.gate_up_proj"})
+declare("olmo2", layer=r.BOTH_AFTER)
+declare("exaone4", layer=r.BOTH_AFTER, more=[r.optional_windows])
+declare("chatglm", "glm", layer={"ffn_up": "mlp.gate_up_proj"}, **r.QUERY_BIAS)
 
 
-def _halves(heads: str) -> Order:
+def _halves(heads: int, head_dim: int, config: Config) -> Tensor:
     """Of rotated neighbours, the first ones come first in files of models with pictures."""
-
-    def order(config: Config, rows: int) -> Tensor | None:
-        count, head_dim = config[heads], config["head_dim"]
-        rotated = int(head_dim * config["rope_parameters"]["partial_rotary_factor"])
-        return deinterleaved(count, head_dim, rotated).argsort() if rows == count * head_dim else None
-
-    return order
+    rotated = int(head_dim * config["rope_parameters"]["partial_rotary_factor"])
+    return deinterleaved(heads, head_dim, rotated).argsort()
 
 
-_GLM4: Rules = {
-    **LAYER, "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
-    "ffn_up": "mlp.gate_up_proj",
-}  # fmt: skip
-_GLM4_HALVES: Rules = {
-    "attn_q": Rule("self_attn.q_proj", rows=_halves("num_attention_heads")),
-    "attn_k": Rule("self_attn.k_proj", rows=_halves("num_key_value_heads")),
-}
-declare("glm4", "glm4", "Glm4ForCausalLM", layer=_GLM4 | _GLM4_HALVES, rope_parameters=rope(share=1.0), **QUERY_BIAS,
+_GLM4 = {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
+         "ffn_up": "mlp.gate_up_proj"}  # fmt: skip
+declare("glm4", layer=_GLM4 | r.queries_and_keys(_halves), rope_parameters=r.rope(share=1.0), **r.QUERY_BIAS,
         when=lambda data: data.has("rope.dimension_sections"))  # fmt: skip
-declare("glm4", "glm4", "Glm4ForCausalLM", layer=_GLM4, **QUERY_BIAS)
+declare("glm4", layer=_GLM4, **r.QUERY_BIAS)
 
 # Models with LayerNorm.
 _COHERE: dict[str, Any] = {
-    "more": [layer_norm("layer_norm_eps")],
-    "logit_scale": number("logit_scale", 1.0),
-    **QUERY_BIAS,
-}
-declare("command-r", "cohere", "CohereForCausalLM", **_COHERE, use_qk_norm=has("attn_q_norm.weight"))
-declare("cohere2", "cohere2", "Cohere2ForCausalLM", **_COHERE, layer_types=partial(read_layer_types, period=4),
-        sliding_window=window)  # fmt: skip
+    "more": [r.layer_norm("layer_norm_eps")], "logit_scale": value("logit_scale", 1.0), **r.QUERY_BIAS
+}  # fmt: skip
+declare("command-r", "cohere", **_COHERE, use_qk_norm=r.has("attn_q_norm.weight"))
+declare("cohere2", **_COHERE, **r.windows(4))
 # Files do not say the window that some of these models have.
-declare("starcoder2", "starcoder2", "Starcoder2ForCausalLM",
-        layer=LAYER | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
-        more=[layer_norm("norm_epsilon")], hidden_act="gelu_pytorch_tanh", use_bias=has("attn_q.bias"),
-        sliding_window=None)  # fmt: skip
-declare("nemotron", "nemotron", "NemotronForCausalLM", norm_offset=1.0, more=[layer_norm("norm_eps")],
-        rope_parameters=rope(share=1.0), hidden_act="relu2", **QUERY_BIAS, mlp_bias=has("ffn_up.bias"))  # fmt: skip
+declare("starcoder2", layer={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, more=[r.layer_norm("norm_epsilon")],
+        use_bias=r.has("attn_q.bias"))  # fmt: skip
+declare("nemotron", norm_offset=1.0, more=[r.layer_norm("norm_eps")], rope_parameters=r.rope(share=1.0),
+        **r.QUERY_BIAS, mlp_bias=r.has("ffn_up.bias"))  # fmt: skip
 # The width of the feed-forward part is that of its tensors; files of Phi 2 say four times that of the model.
-declare("phi2", "phi", "PhiForCausalLM", model=MODEL | {"output_norm": "model.final_layernorm"},
-        layer=LAYER | {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
-        more=[layer_norm("layer_norm_eps")], rope_parameters=rope(share=1.0), hidden_act="gelu_new",
-        intermediate_size=lambda data, config: data.shape("blk.0.ffn_up.weight")[0])  # fmt: skip
-_STABLE_NORMS: Rules = {
-    f"attn_{part}_norm.weight": Rule(f"self_attn.{part}_layernorm.norms.{{}}.weight") for part in ("q", "k")
-}
-declare("stablelm", "stablelm", "StableLmForCausalLM", layer=LAYER | _STABLE_NORMS, rope_parameters=rope(share=1.0),
-        more=[layer_norm("layer_norm_eps")], use_qkv_bias=has("attn_q.bias"),
-        use_parallel_residual=flag("use_parallel_residual", True), qk_layernorm=has("attn_q_norm.weight"))  # fmt: skip
-declare("jais2", "jais2", "Jais2ForCausalLM", more=[layer_norm("layer_norm_eps")], hidden_act="relu2", **BIASES)
+declare("phi2", "phi", model={"output_norm": "model.final_layernorm"},
+        layer={"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+        more=[r.layer_norm("layer_norm_eps")], rope_parameters=r.rope(share=1.0),
+        intermediate_size=r.rows_of("ffn_up"))  # fmt: skip
+_STABLE_NORMS = {f"attn_{part}_norm.weight": f"self_attn.{part}_layernorm.norms.{{}}.weight" for part in "qk"}
+declare("stablelm", layer=_STABLE_NORMS, rope_parameters=r.rope(share=1.0), more=[r.layer_norm("layer_norm_eps")],
+        use_parallel_residual=value("use_parallel_residual", True), use_qkv_bias=r.has("attn_q.bias"),
+        qk_layernorm=r.has("attn_q_norm.weight"))  # fmt: skip
+declare("jais2", more=[r.layer_norm("layer_norm_eps")], **r.BIASES)
 
 
 def _fused(config: Config, rows: int) -> Tensor:
@@ -177,16 +118,12 @@ def _fused(config: Config, rows: int) -> Tensor:
     return torch.arange(rows).view(3, config["num_attention_heads"], -1).transpose(0, 1).flatten()
 
 
-_NEOX: Rules = {
-    "attn_norm": "input_layernorm", "attn_qkv": Rule("attention.query_key_value", rows=_fused),
-    "attn_output": "attention.dense", "ffn_norm": "post_attention_layernorm", "ffn_up": "mlp.dense_h_to_4h",
-    "ffn_down": "mlp.dense_4h_to_h",
-}  # fmt: skip
-declare("gptneox", "gpt_neox", "GPTNeoXForCausalLM", layer=_NEOX, layers="gpt_neox.layers.{}.",
+_NEOX = {"attn_qkv": Rule("attention.query_key_value", rows=_fused), "attn_output": "attention.dense",
+         "ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}  # fmt: skip
+declare("gptneox", "gpt_neox", layer=_NEOX, layers="gpt_neox.layers.{}.",
         model={"token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm", "output": "embed_out"},
-        more=[layer_norm("layer_norm_eps")], hidden_act="gelu", rope_parameters=rope(share=1.0),
-        attention_bias=has("attn_qkv.bias"),
-        use_parallel_residual=flag("use_parallel_residual", True))  # fmt: skip
+        more=[r.layer_norm("layer_norm_eps")], rope_parameters=r.rope(share=1.0),
+        attention_bias=r.has("attn_qkv.bias"), use_parallel_residual=value("use_parallel_residual", True))  # fmt: skip
 
 
 def _grouped(config: Config, rows: int) -> Tensor | None:
@@ -201,51 +138,40 @@ def _grouped(config: Config, rows: int) -> Tensor | None:
 
 def _falcon(data: Metadata, config: Config) -> Config:
     count = config.pop("num_key_value_heads")
-    return {
-        "num_kv_heads": count,
-        "multi_query": count == 1,
-        "new_decoder_architecture": count > 1,
-        "num_ln_in_parallel_attn": 2 if data.has_tensor("blk.0.attn_norm_2.weight") else 1,
-        "bias": data.has_tensor("blk.0.attn_qkv.bias"),
-    }
+    return {"num_kv_heads": count, "multi_query": count == 1, "new_decoder_architecture": count > 1}
 
 
-_FALCON: Rules = {
-    "attn_qkv": Rule("self_attention.query_key_value", rows=_grouped), "attn_output": "self_attention.dense",
-    "ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h",
-}  # fmt: skip
+_FALCON = {"attn_qkv": Rule("self_attention.query_key_value", rows=_grouped), "attn_output": "self_attention.dense",
+           "ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}  # fmt: skip
 _FALCON_SETTINGS: dict[str, Any] = {
-    "layers": "transformer.h.{}.", "more": [layer_norm("layer_norm_epsilon"), _falcon], "hidden_act": ABSENT,
-    "model": {"token_embd": "transformer.word_embeddings", "output_norm": "transformer.ln_f", "output": "lm_head"},
-    "activation": "gelu", "intermediate_size": ABSENT,
-    "ffn_hidden_size": lambda data, config: data.shape("blk.0.ffn_up.weight")[0],
+    "layers": "transformer.h.{}.", "more": [r.layer_norm("layer_norm_epsilon"), _falcon],
+    "model": {"token_embd": "transformer.word_embeddings", "output_norm": "transformer.ln_f"},
+    "intermediate_size": ABSENT, "ffn_hidden_size": r.rows_of("ffn_up"), "bias": r.has("attn_qkv.bias"),
 }  # fmt: skip
-declare("falcon", "falcon", "FalconForCausalLM", layer=_FALCON | {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"},
+declare("falcon", layer=_FALCON | {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"}, num_ln_in_parallel_attn=2,
         when=lambda data: data.has_tensor("blk.0.attn_norm_2.weight"), **_FALCON_SETTINGS)  # fmt: skip
-declare("falcon", "falcon", "FalconForCausalLM", layer=_FALCON | {"attn_norm": "input_layernorm"}, **_FALCON_SETTINGS)
+declare("falcon", layer=_FALCON, num_ln_in_parallel_attn=1, **_FALCON_SETTINGS)
 
 
-def _gpt(is_transposed: bool) -> Rules:
-    """Rules of a layer. is_transposed: transformers has matrices as [depth, columns]"""
+def _gpt(is_transposed: bool) -> dict[str, Any]:
+    """A declaration. is_transposed: transformers has matrices as [depth, columns]"""
     names = {"attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
-    rules: Rules = {theirs: Rule(ours, is_transposed=is_transposed) for theirs, ours in names.items()}
-    return {"attn_norm": "ln_1", "ffn_norm": "ln_2"} | rules
+    rules = {theirs: Rule(ours, is_transposed=is_transposed) for theirs, ours in names.items()}
+    return {
+        "layer": {"attn_norm": "ln_1", "ffn_norm": "ln_2"} | rules, "layers": "transformer.h.{}.",
+        "model": {"token_embd": "transformer.wte", "position_embd": "transformer.wpe",
+                  "output_norm": "transformer.ln_f"},
+        "more": [r.layer_norm("layer_norm_epsilon")], "rope_parameters": ABSENT, "head_dim": ABSENT,
+        # Files say four times the width of the model.
+        "intermediate_size": ABSENT, "n_inner": r.rows_of("ffn_up"),
+    }  # fmt: skip
 
 
-_GPT: dict[str, Any] = {
-    "layers": "transformer.h.{}.", "more": [layer_norm("layer_norm_epsilon")], "hidden_act": ABSENT,
-    "rope_parameters": ABSENT, "head_dim": ABSENT, "intermediate_size": ABSENT, 
-    "model": {"token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f",
-              "output": "lm_head"},
-    # Files say four times the width of the model.
-    "n_inner": lambda data, config: data.shape("blk.0.ffn_up.weight")[0],
-}  # fmt: skip
-declare("gpt2", "gpt2", "GPT2LMHeadModel", layer=_gpt(True), **_GPT)
-declare("starcoder", "gpt_bigcode", "GPTBigCodeForCausalLM", layer=_gpt(False), **_GPT, num_key_value_heads=ABSENT,
+declare("gpt2", **_gpt(True))
+declare("starcoder", "gpt_bigcode", **_gpt(False), num_key_value_heads=ABSENT,
         multi_query=lambda data, config: config["num_key_value_heads"] == 1)  # fmt: skip
 
 # Gemma, whose files add 1 to the weights of norms, up to the third one.
-_GELU: dict[str, Any] = {"hidden_act": ABSENT, "hidden_activation": "gelu_pytorch_tanh"}
 
 
 def _largest_scales_by_width(layers: int) -> Read:
@@ -258,23 +184,20 @@ def _largest_scales_by_width(layers: int) -> Read:
     return read
 
 
-_BOTH_SIDES: Rules = LAYER | BOTH_AFTER | {"ffn_norm": "pre_feedforward_layernorm"}
-declare("gemma", "gemma", "GemmaForCausalLM", norm_offset=1.0, hidden_act="gelu_pytorch_tanh")
-declare("gemma2", "gemma2", "Gemma2ForCausalLM", layer=_BOTH_SIDES, norm_offset=1.0, **_GELU,
-        sliding_window=whole("attention.sliding_window", 4096),
-        attn_logit_softcapping=number("attn_logit_softcapping", 50.0),
-        final_logit_softcapping=number("final_logit_softcapping", 30.0),
+_BOTH_SIDES = r.BOTH_AFTER | {"ffn_norm": "pre_feedforward_layernorm"}
+declare("gemma", norm_offset=1.0)
+declare("gemma2", layer=_BOTH_SIDES, norm_offset=1.0, sliding_window=value("attention.sliding_window", 4096),
+        attn_logit_softcapping=value("attn_logit_softcapping", 50.0),
+        final_logit_softcapping=value("final_logit_softcapping", 30.0),
         query_pre_attn_scalar=_largest_scales_by_width(46))  # fmt: skip
-declare("gemma3", "gemma3_text", "Gemma3ForCausalLM", layer=_BOTH_SIDES, norm_offset=1.0, **_GELU,
-        rope_parameters=local_rope(1e6, 10000.0), sliding_window=window,
-        layer_types=partial(read_layer_types, period=6),
-        query_pre_attn_scalar=_largest_scales_by_width(62))  # fmt: skip
+declare("gemma3", "gemma3_text", layer=_BOTH_SIDES, norm_offset=1.0, rope_parameters=r.local_rope(1e6, 10000.0),
+        **r.windows(6), query_pre_attn_scalar=_largest_scales_by_width(62))  # fmt: skip
 
 
 def _gemma4_kinds(data: Metadata, config: Config) -> list[tuple[str, int]]:
     """The type of each layer, and the size of its heads."""
     sizes = {"sliding_attention": data.whole("attention.key_length_swa"), "full_attention": config["head_dim"]}
-    return [(kind, sizes[kind]) for kind in read_layer_types(data, config, 6)]
+    return [(kind, sizes[kind]) for kind in r.read_layer_types(data, config, 6)]
 
 
 def _check_gemma4(data: Metadata, config: Config) -> None:
@@ -296,7 +219,7 @@ def _gemma4(data: Metadata, config: Config) -> Config:
         "intermediate_size": widths[0], "use_double_wide_mlp": len(set(widths)) > 1, **own[0],
     }  # fmt: skip
     if data.shapes("ffn_gate_inp.weight"):
-        found |= mixture("num_experts", "top_k_experts", "moe_intermediate_size")(data, config)
+        found |= r.mixture("num_experts", "top_k_experts", "moe_intermediate_size")(data, config)
         found["enable_moe_block"] = True
     if data.has_tensor("per_layer_token_embd.weight"):
         found["vocab_size_per_layer_input"] = data.shape("per_layer_token_embd.weight")[0]
@@ -313,23 +236,20 @@ def _gemma4_rope(data: Metadata, config: Config) -> Config:
     }  # fmt: skip
 
 
-_GEMMA4: Rules = {
+_GEMMA4 = {
     **_BOTH_SIDES, "layer_output_scale.weight": "layer_scalar", "inp_gate": "per_layer_input_gate",
     "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm",
     "post_ffw_norm_1": "post_feedforward_layernorm_1", "post_ffw_norm_2": "post_feedforward_layernorm_2",
     "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "ffn_gate_inp": "router.proj",
     "ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale",
-    "ffn_gate_up_exps.weight": "experts.gate_up_proj", "ffn_down_exps.weight": "experts.down_proj",
-    "ffn_gate_exps.weight": Rule("experts.gate_up_proj", parts=("ffn_up_exps.weight",)),
-    "ffn_up_exps.weight": BEHIND,
+    **r.joint_experts("experts.gate_up_proj", "experts.down_proj"),
 }  # fmt: skip
-_GEMMA4_MODEL: Rules = MODEL | {
-    "per_layer_token_embd": "model.embed_tokens_per_layer",
-    "per_layer_model_proj": "model.per_layer_model_projection",
+_GEMMA4_MODEL = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer", "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
-}
-declare("gemma4", "gemma4_text", "Gemma4ForCausalLM", layer=_GEMMA4, model=_GEMMA4_MODEL, check=_check_gemma4, **_GELU,
-        sliding_window=window, rope_parameters=_gemma4_rope, more=[_gemma4],
-        num_kv_shared_layers=whole("attention.shared_kv_layers", 0),
-        hidden_size_per_layer_input=whole("embedding_length_per_layer_input", 0),
+}  # fmt: skip
+declare("gemma4", "gemma4_text", layer=_GEMMA4, model=_GEMMA4_MODEL, check=_check_gemma4, more=[_gemma4],
+        sliding_window=r.window, rope_parameters=_gemma4_rope,
+        num_kv_shared_layers=value("attention.shared_kv_layers", 0),
+        hidden_size_per_layer_input=value("embedding_length_per_layer_input", 0),
         final_logit_softcapping=lambda data, config: data.number("final_logit_softcapping", 0.0) or None)  # fmt: skip

@@ -3,72 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cbatch.base.model_files import InvalidFile
-from cbatch.model.formats.gguf_architectures.architecture import (
-    ABSENT,
-    BEHIND,
-    LAYER,
-    Config,
-    Metadata,
-    Rule,
-    Rules,
-    Shape,
-)
-from cbatch.model.formats.gguf_architectures.readers import (
-    AFTER_ATTENTION,
-    LATE_NORMS,
-    QUERY_BIAS,
-    biased,
-    declare,
-    expert_size,
-    experts,
-    has,
-    has_any,
-    local_rope,
-    long_rope,
-    mixture,
-    number,
-    optional_windows,
-    read_rope,
-    rope,
-    shared_experts,
-    shared_size,
-    whole,
-    window,
-)
+from cbatch.model.formats.gguf_architectures import readers as r
+from cbatch.model.formats.gguf_architectures.architecture import BEHIND, Config, Metadata, Rule, Shape
+from cbatch.model.formats.gguf_architectures.readers import declare, value
 
-_MIXTURE = mixture("num_experts", size="moe_intermediate_size")
-declare("hunyuan-moe", "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", **QUERY_BIAS,
-        layer=LAYER | LATE_NORMS | experts() | shared_experts("mlp.shared_mlp.") | {"ffn_gate_inp": "mlp.gate.wg"},
-        more=[mixture("num_experts", "moe_topk")])  # fmt: skip
-declare("olmoe", "olmoe", "OlmoeForCausalLM", layer=LAYER | experts() | {"ffn_gate_inp": "mlp.gate"},
-        more=[mixture("num_experts", size="intermediate_size")], norm_topk_prob=False)  # fmt: skip
+_MIXTURE = r.mixture("num_experts", size="moe_intermediate_size")
+_GATED = r.experts() | {"ffn_gate_inp": "mlp.gate"}
+declare("hunyuan-moe", "hunyuan_v1_moe", more=[r.mixture("num_experts", "moe_topk")], **r.QUERY_BIAS,
+        layer=r.LATE_NORMS | r.experts() | r.shared_experts("mlp.shared_mlp.")
+        | {"ffn_gate_inp": "mlp.gate.wg"})  # fmt: skip
+declare("olmoe", layer=_GATED, more=[r.mixture("num_experts", size="intermediate_size")])
 
-_ROUTED = mixture("n_routed_experts", size="moe_intermediate_size")
-_BIASED_EXPERTS = [_ROUTED, biased]
-_BIASED: Rules = {
-    **LAYER, **experts(), **shared_experts("mlp.shared_experts."), "ffn_gate_inp": "mlp.gate",
-    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-}  # fmt: skip
-declare("glm4moe", "glm4_moe", "Glm4MoeForCausalLM", layer=_BIASED | AFTER_ATTENTION, more=_BIASED_EXPERTS,
-        **QUERY_BIAS, use_qk_norm=has("attn_q_norm.weight"), rope_parameters=rope(share=1.0))  # fmt: skip
-declare("exaone-moe", "exaone_moe", "ExaoneMoeForCausalLM",
-        layer=_BIASED | {"exp_probs_b.bias": "mlp.e_score_correction_bias"},
-        more=[*_BIASED_EXPERTS, optional_windows])  # fmt: skip
-declare("dots1", "dots1", "Dots1ForCausalLM", layer=_BIASED, more=_BIASED_EXPERTS, **QUERY_BIAS, sliding_window=None)
+_ROUTED = r.mixture("n_routed_experts", size="moe_intermediate_size")
+_BIASED_EXPERTS = [_ROUTED, r.biased]
+_BIASED = {**_GATED, **r.shared_experts("mlp.shared_experts."), "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+declare("glm4moe", "glm4_moe", layer=_BIASED | r.AFTER_ATTENTION, more=_BIASED_EXPERTS, **r.QUERY_BIAS,
+        use_qk_norm=r.has("attn_q_norm.weight"), rope_parameters=r.rope(share=1.0))  # fmt: skip
+declare("exaone-moe", "exaone_moe", layer=_BIASED | {"exp_probs_b.bias": "mlp.e_score_correction_bias"},
+        more=[*_BIASED_EXPERTS, r.optional_windows])  # fmt: skip
+declare("dots1", layer=_BIASED, more=_BIASED_EXPERTS, **r.QUERY_BIAS, sliding_window=None)
+
+
+def _num_shared(data: Metadata, config: Config) -> int:
+    return r.shared_size(data, config) // r.expert_size(data)
+
+
+_STATICS = Rule("mlp.moe_statics.e_score_correction_bias", shape=lambda shape: (1, shape[-1]))
 # Neighbours are rotated together in transformers, too.
-declare("ernie4_5-moe", "ernie4_5_moe", "Ernie4_5_MoeForCausalLM",
-        layer=_BIASED
-        | {"exp_probs_b.bias": Rule("mlp.moe_statics.e_score_correction_bias", shape=lambda shape: (1, shape[-1]))},
-        more=[mixture("moe_num_experts", "moe_k", "moe_intermediate_size")], 
-        moe_num_shared_experts=lambda data, config: shared_size(data, config) // expert_size(data),
-        moe_layer_interval=whole("interleave_moe_layer_step", 1),
-        moe_layer_start_index=whole("leading_dense_block_count", 0), use_bias=has("attn_q.bias"))  # fmt: skip
+declare("ernie4_5-moe", "ernie4_5_moe", layer=_BIASED | {"exp_probs_b.bias": _STATICS},
+        more=[r.mixture("moe_num_experts", "moe_k", "moe_intermediate_size")], moe_num_shared_experts=_num_shared,
+        moe_layer_interval=value("interleave_moe_layer_step", 1),
+        moe_layer_start_index=value("leading_dense_block_count", 0), use_bias=r.has("attn_q.bias"))  # fmt: skip
 
 
 def _in_turns(config: Config, rows: int) -> Tensor:
@@ -77,67 +49,51 @@ def _in_turns(config: Config, rows: int) -> Tensor:
 
 
 def _gpt_oss_rope(data: Metadata, config: Config) -> Config:
-    rope = read_rope(data, config, 150000.0)
+    rope = r.read_rope(data, config, 150000.0)
     return {"beta_fast": 32.0, "beta_slow": 1.0} | rope | {"truncate": False} if rope["rope_type"] == "yarn" else rope
 
 
-_GPT_OSS: Rules = {
-    **LAYER, **AFTER_ATTENTION, "ffn_gate_inp": "mlp.router", "attn_sinks.weight": "self_attn.sinks",
-    "ffn_gate_exps.weight": Rule(
-        "mlp.experts.gate_up_proj", parts=("ffn_up_exps.weight",), rows=_in_turns, is_transposed=True
-    ),
+_GPT_OSS = {
+    **r.AFTER_ATTENTION, "ffn_gate_inp": "mlp.router", "attn_sinks.weight": "self_attn.sinks",
+    "ffn_gate_exps.weight": Rule("mlp.experts.gate_up_proj", parts=("ffn_up_exps.weight",), rows=_in_turns,
+                                 is_transposed=True),
     "ffn_gate_exps.bias": Rule("mlp.experts.gate_up_proj_bias", parts=("ffn_up_exps.bias",), rows=_in_turns),
-    "ffn_up_exps.weight": BEHIND, "ffn_up_exps.bias": BEHIND,
     "ffn_down_exps.weight": Rule("mlp.experts.down_proj", is_transposed=True),
     "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
 }  # fmt: skip
-declare("gpt-oss", "gpt_oss", "GptOssForCausalLM", layer=_GPT_OSS, rope_parameters=_gpt_oss_rope, hidden_act=ABSENT,
-        more=[mixture("num_local_experts")], sliding_window=window, attention_bias=True,
-        intermediate_size=lambda data, config: data.shape("blk.0.ffn_gate_exps.weight")[1])  # fmt: skip
+declare("gpt-oss", "gpt_oss", layer=_GPT_OSS, rope_parameters=_gpt_oss_rope, more=[r.mixture("num_local_experts")],
+        sliding_window=r.window, intermediate_size=r.rows_of("ffn_gate_exps"))  # fmt: skip
 
-declare("minimax-m2", "minimax_m2", "MiniMaxM2ForCausalLM", rope_parameters=rope(share=1.0),
-        layer=LAYER | experts("block_sparse_moe.experts.{}.", "w1", "w3", "w2")
-        | {"ffn_gate_inp": "block_sparse_moe.gate",
-           "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
-        more=[mixture("num_local_experts", size="intermediate_size")])  # fmt: skip
-declare("mellum", "mellum", "MellumForCausalLM", layer=LAYER | experts() | {"ffn_gate_inp": "mlp.gate"},
-        rope_parameters=local_rope(10000.0), norm_topk_prob=True,
-        more=[_MIXTURE, optional_windows])  # fmt: skip
-_AFMOE: Rules = {
-    **LAYER, **experts(), **shared_experts("mlp.shared_experts."), **AFTER_ATTENTION, "ffn_norm": "pre_mlp_layernorm",
+declare("minimax-m2", "minimax_m2", layer=r.BLOCK_SPARSE, rope_parameters=r.rope(share=1.0),
+        more=[r.mixture("num_local_experts", size="intermediate_size")])  # fmt: skip
+declare("mellum", layer=_GATED, rope_parameters=r.local_rope(10000.0), more=[_MIXTURE, r.optional_windows])
+_AFMOE = {
+    **r.experts(), **r.shared_experts("mlp.shared_experts."), **r.AFTER_ATTENTION, "ffn_norm": "pre_mlp_layernorm",
     "post_ffw_norm": "post_mlp_layernorm", "attn_gate": "self_attn.gate_proj", "ffn_gate_inp": "mlp.router.gate",
     "exp_probs_b.bias": "mlp.expert_bias",
 }  # fmt: skip
-declare("afmoe", "afmoe", "AfmoeForCausalLM", layer=_AFMOE, **QUERY_BIAS,
-        more=[_MIXTURE, optional_windows], num_shared_experts=whole("expert_shared_count", 0), mup_enabled=True,
-        num_dense_layers=whole("leading_dense_block_count", 0),
-        route_scale=number("expert_weights_scale", 1.0))  # fmt: skip
-# llama.cpp has numbers of its own for chunks and for how queries grow, and norms in all but the largest model.
-_LLAMA4: Rules = {
-    **LAYER, **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
-    **shared_experts("feed_forward.shared_expert."), "ffn_gate_inp": "feed_forward.router",
-    "ffn_gate_exps.weight": Rule(
-        "feed_forward.experts.gate_up_proj", parts=("ffn_up_exps.weight",), is_transposed=True
-    ),
-    "ffn_up_exps.weight": BEHIND,
-    "ffn_gate_up_exps.weight": Rule("feed_forward.experts.gate_up_proj", is_transposed=True),
-    "ffn_down_exps.weight": Rule("feed_forward.experts.down_proj", is_transposed=True),
+declare("afmoe", layer=_AFMOE, more=[_MIXTURE, r.optional_windows], **r.QUERY_BIAS, mup_enabled=True,
+        num_shared_experts=value("expert_shared_count", 0), num_dense_layers=value("leading_dense_block_count", 0),
+        route_scale=value("expert_weights_scale", 1.0))  # fmt: skip
+# llama.cpp has the numbers of transformers' class for chunks and for how queries grow, and norms in all but the largest
+# model.
+_LLAMA4 = {
+    **r.feed_forward("feed_forward."), **r.shared_experts("feed_forward.shared_expert."),
+    "ffn_gate_inp": "feed_forward.router",
+    **r.joint_experts("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj", is_transposed=True),
 }  # fmt: skip
-declare("llama4", "llama4_text", "Llama4ForCausalLM", layer=_LLAMA4, **QUERY_BIAS,
+declare("llama4", "llama4_text", layer=_LLAMA4, **r.QUERY_BIAS,
         more=[lambda data, config: {"intermediate_size_mlp": config["intermediate_size"]},
-              mixture("num_local_experts", size="intermediate_size")],
-        interleave_moe_layer_step=whole("interleave_moe_layer_step", 1), attention_chunk_size=8192, floor_scale=8192,
-        attn_scale=0.1, no_rope_layer_interval=4,
+              r.mixture("num_local_experts", size="intermediate_size")],
+        interleave_moe_layer_step=value("interleave_moe_layer_step", 1),
         use_qk_norm=lambda data, config: data.whole("expert_count") != 128)  # fmt: skip
-declare("hy_v3", "hy_v3", "HYV3ForCausalLM", **QUERY_BIAS,
-        layer=LAYER | experts() | shared_experts("mlp.shared_mlp.")
-        | {"ffn_gate_inp": "mlp.router.gate", "exp_probs_b.bias": "mlp.expert_bias", "exp_probs_b": "mlp.expert_bias"},
-        more=[_MIXTURE], router_scaling_factor=number("expert_weights_scale", 1.0),
-        num_shared_experts=lambda data, config: shared_size(data, config) // expert_size(data),
-        mlp_layer_types=lambda data, config: [
-            "sparse" if data.has_tensor(f"blk.{layer}.ffn_gate_inp.weight") else "dense"
-            for layer in range(config["num_hidden_layers"])
-        ])  # fmt: skip
+_HY_V3 = {
+    **r.experts(), **r.shared_experts("mlp.shared_mlp."), "ffn_gate_inp": "mlp.router.gate",
+    "exp_probs_b.bias": "mlp.expert_bias", "exp_probs_b": "mlp.expert_bias",
+}  # fmt: skip
+declare("hy_v3", layer=_HY_V3, **r.QUERY_BIAS, more=[_MIXTURE], num_shared_experts=_num_shared,
+        router_scaling_factor=value("expert_weights_scale", 1.0),
+        mlp_layer_types=r.types("ffn_gate_inp", "sparse", "dense"))  # fmt: skip
 
 # Latent attention: DeepSeek V2 and V3, and their kin.
 
@@ -164,17 +120,14 @@ def _latent(data: Metadata, config: Config) -> Config:
     width, rotated, values = _sizes(data, config)
     shapes = data.shapes("attn_q_a.weight")
     return {
-        "qk_rope_head_dim": rotated,
-        "qk_nope_head_dim": width - rotated,
-        "v_head_dim": values,
-        "kv_lora_rank": data.whole("attention.kv_lora_rank"),
-        "q_lora_rank": shapes[0][0] if shapes else None,
-    }
+        "qk_rope_head_dim": rotated, "qk_nope_head_dim": width - rotated, "v_head_dim": values,
+        "kv_lora_rank": data.whole("attention.kv_lora_rank"), "q_lora_rank": shapes[0][0] if shapes else None,
+    }  # fmt: skip
 
 
 def _rope(data: Metadata, config: Config) -> Config:
     """YaRN scales scores, by a tenth of what other architectures say."""
-    rope = long_rope(data, config | {"head_dim": data.whole("rope.dimension_count")})
+    rope = r.long_rope(data, config | {"head_dim": data.whole("rope.dimension_count")})
     if rope["rope_type"] == "yarn":
         scale = data.number("rope.scaling.yarn_log_multiplier", 0.0) / 0.1
         rope |= {"mscale": scale, "mscale_all_dim": scale} if scale else {}
@@ -193,17 +146,15 @@ def _keys_values_shape(keys: Shape, values: Shape) -> Shape:
     return keys[0] * (keys[2] + values[1]), keys[1]
 
 
-_LATENT: Rules = {
-    **LAYER, "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm",
+_LATENT = {
+    "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm",
     "attn_q_b": "self_attn.q_b_proj", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
     "attn_kv_a_norm": "self_attn.kv_a_layernorm", "attn_kv_b": "self_attn.kv_b_proj",
-    "attn_k_b.weight": Rule(
-        "self_attn.kv_b_proj.weight", parts=("attn_v_b.weight",), combine=_keys_values, shape=_keys_values_shape
-    ),
-    "attn_v_b.weight": BEHIND,
+    "attn_k_b.weight": Rule("self_attn.kv_b_proj.weight", parts=("attn_v_b.weight",), combine=_keys_values,
+                            shape=_keys_values_shape),
 }  # fmt: skip
 _LATENT_EXPERTS = _BIASED | _LATENT
-_SETTINGS: dict[str, Any] = {"check": _check, "rope_parameters": _rope, "attention_bias": has_any("attn_q_a.bias")}
+_SETTINGS: dict[str, Any] = {"check": _check, "rope_parameters": _rope, "attention_bias": r.has("attn_q_a.bias")}
 
 
 def _softmax(data: Metadata, config: Config) -> Config:
@@ -212,18 +163,17 @@ def _softmax(data: Metadata, config: Config) -> Config:
         raise data.refused("scales queries by position, which is not read in its architecture")
     if data.flag("expert_weights_norm", False):
         raise data.refused("divides weights of experts by their sum, which is not read with softmax")
-    found = biased(data, config, 1)
+    found = r.biased(data, config, 1)
     del found["norm_topk_prob"]
     return found | {"topk_method": "group_limited_greedy" if found["n_group"] > 1 else "greedy"}
 
 
 # Those of A.X K1 and others without experts in all layers have other names in transformers, and compute the same.
-declare("deepseek2", "youtu", "YoutuForCausalLM", layer=_LATENT, more=[_latent], **_SETTINGS,
+declare("deepseek2", "youtu", layer=_LATENT, more=[_latent], **_SETTINGS,
         when=lambda data: not data.whole("expert_count", 0))  # fmt: skip
-declare("deepseek2", "deepseek_v3", "DeepseekV3ForCausalLM", layer=_LATENT_EXPERTS, more=[_latent, _ROUTED, biased],
-        **_SETTINGS, when=lambda data: bool(data.shapes("exp_probs_b.bias")))  # fmt: skip
-declare("deepseek2", "deepseek_v2", "DeepseekV2ForCausalLM", layer=_LATENT_EXPERTS, more=[_latent, _ROUTED, _softmax],
-        **_SETTINGS)  # fmt: skip
+declare("deepseek2", "deepseek_v3", layer=_LATENT_EXPERTS, more=[_latent, *_BIASED_EXPERTS], **_SETTINGS,
+        when=lambda data: bool(data.shapes("exp_probs_b.bias")))  # fmt: skip
+declare("deepseek2", "deepseek_v2", layer=_LATENT_EXPERTS, more=[_latent, _ROUTED, _softmax], **_SETTINGS)
 
 
 def _indexed(data: Metadata, config: Config) -> Config:
@@ -231,12 +181,9 @@ def _indexed(data: Metadata, config: Config) -> Config:
 
 
 # Weights of the index are not used where it chooses everything.
-_INDEX: Rules = {f"indexer.{name}": BEHIND for name in ("k_norm", "proj", "attn_k", "attn_q_b")}
-for _name, _kind, _class in (("deepseek32", "deepseek_v32", "DeepseekV32ForCausalLM"),
-                             ("glm-dsa", "glm_moe_dsa", "GlmMoeDsaForCausalLM")):  # fmt: skip
-    declare(
-        _name, _kind, _class, layer=_LATENT_EXPERTS | _INDEX, more=[_latent, _ROUTED, biased, _indexed], **_SETTINGS
-    )
+_INDEX = {f"indexer.{name}": BEHIND for name in ("k_norm", "proj", "attn_k", "attn_q_b")}
+for _name, _kind in (("deepseek32", "deepseek_v32"), ("glm-dsa", "glm_moe_dsa")):
+    declare(_name, _kind, layer=_LATENT_EXPERTS | _INDEX, more=[_latent, *_BIASED_EXPERTS, _indexed], **_SETTINGS)
 
 
 def _growing_rope(data: Metadata, config: Config) -> Config:
@@ -244,12 +191,7 @@ def _growing_rope(data: Metadata, config: Config) -> Config:
     return _rope(data, config) | {"llama_4_scaling_beta": data.number("attention.temperature_scale", 0.0)}
 
 
-def _softmax_mixture(data: Metadata, config: Config) -> Config:
-    return biased(data, config, 1)
-
-
-declare("mistral4", "mistral4", "Mistral4ForCausalLM", layer=_LATENT_EXPERTS, more=[_latent, _ROUTED, _softmax_mixture],
-        check=_check, rope_parameters=_growing_rope)  # fmt: skip
-# llama.cpp scales embedding, residual and logits of the one MiniCPM 3 there is, which its file does not say.
-declare("minicpm3", "minicpm3", "MiniCPM3ForCausalLM", layer=_LATENT, more=[_latent], **_SETTINGS,
-        scale_emb=12, scale_depth=1.4, dim_model_base=256)  # fmt: skip
+declare("mistral4", layer=_LATENT_EXPERTS, more=[_latent, _ROUTED, partial(r.biased, function=1)], check=_check,
+        rope_parameters=_growing_rope)  # fmt: skip
+# llama.cpp scales embedding, residual and logits of the one MiniCPM 3 there is by what transformers' class has.
+declare("minicpm3", layer=_LATENT, more=[_latent], **_SETTINGS)

@@ -2,107 +2,73 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cbatch.model.families.builder import deinterleaved
-from cbatch.model.formats.gguf_architectures.architecture import (
-    LAYER,
-    MAX_EXPERTS,
-    MODEL,
-    Architecture,
-    Config,
-    Metadata,
-    Read,
-    Rule,
-    Rules,
-    Shape,
-    architectures,
-    check_heads,
-)
+from cbatch.model.formats.gguf_architectures import architecture
+from cbatch.model.formats.gguf_architectures.architecture import BEHIND, Config, Metadata, Read, Rule, Rules
 
 
-def declare(
-    name: str,
-    kind: str,
-    class_name: str,
-    *,
-    more: Sequence[Read] = (),
-    layer: Rules = LAYER,
-    model: Rules = MODEL,
-    layers: str = "model.layers.{}.",
-    made: Callable[[Metadata, Config], Mapping[str, Tensor]] = lambda data, config: {},
-    check: Read = check_heads,
-    norm_offset: float = 0.0,
-    plain_norms: tuple[str, ...] = (),
-    when: Callable[[Metadata], bool] = lambda data: True,
-    **settings: Any,
-) -> None:
-    """Registers a declaration for the `general.architecture` name; see `Architecture`."""
-    settings = {"rope_parameters": read_rope, "hidden_act": "silu"} | settings
-    declared = Architecture(
-        kind, class_name, settings, more, layer, model, layers, made, check, norm_offset, plain_norms, when
-    )
-    architectures.setdefault(name, []).append(declared)
+def declare(names: str, kind: str = "", /, **given: Any) -> None:
+    """Registers a declaration for `general.architecture` names.
+
+    kind:  by default, the first name
+    given: fields of an `Architecture`, whose rules are beside the common ones, and settings
+    """
+    given = {"rope_parameters": read_rope} | given
+    own = {field.name: given.pop(field.name) for field in fields(architecture.Architecture) if field.name in given}
+    layer = architecture.LAYER | own.pop("layer", {})
+    layer |= {part: BEHIND for rule in layer.values() if isinstance(rule, Rule) for part in rule.parts}
+    model = architecture.MODEL | own.pop("model", {})
+    declared = architecture.Architecture(kind or names.split()[0], layer, model, given, **own)
+    for name in names.split():
+        architecture.architectures.setdefault(name, []).append(declared)
 
 
-def number(name: str, default: float) -> Read:
-    return lambda data, config: data.number(name, default)
-
-
-def whole(name: str, default: int) -> Read:
-    return lambda data, config: data.whole(name, default)
-
-
-def flag(name: str, default: bool) -> Read:
-    return lambda data, config: data.flag(name, default)
+def value(name: str, default: Any) -> Read:
+    """A setting of the type of its default: a flag, a whole number, or another one."""
+    read: Any = {bool: Metadata.flag, int: Metadata.whole, float: Metadata.number}[type(default)]
+    return lambda data, config: read(data, name, default)
 
 
 def has(tensor: str) -> Read:
-    """Whether the first layer has a tensor."""
-    return lambda data, config: data.has_tensor(f"blk.0.{tensor}")
-
-
-def has_any(tensor: str) -> Read:
     """Whether a layer has a tensor."""
     return lambda data, config: bool(data.shapes(tensor))
 
 
-def permuted(name: str, heads: str) -> Rule:
-    """Queries or keys whose neighbours are rotated together, as llama.cpp has those of Llama and its kin."""
-
-    def order(config: Config, rows: int) -> Tensor | None:
-        count, head_dim = config[heads], config["head_dim"]
-        if rows != count * head_dim or head_dim % 2:
-            return None
-        return deinterleaved(count, head_dim, head_dim)
-
-    return Rule(name, rows=order)
+def types(tensor: str, there: str, otherwise: str) -> Read:
+    """The type of each layer, by a tensor that it may have."""
+    return lambda data, config: [
+        there if data.has_tensor(f"blk.{layer}.{tensor}.weight") else otherwise
+        for layer in range(config["num_hidden_layers"])
+    ]
 
 
-PERMUTED: Rules = {
-    "attn_q": permuted("self_attn.q_proj", "num_attention_heads"),
-    "attn_k": permuted("self_attn.k_proj", "num_key_value_heads"),
-}
+def rows_of(tensor: str) -> Read:
+    """How many rows a tensor of the first layer has."""
+    return lambda data, config: data.shape(f"blk.0.{tensor}.weight")[-2]
 
 
-def flat(shape: Shape) -> Shape:
-    """That of a vector, whatever the file makes of it."""
-    return (math.prod(shape),)
+def queries_and_keys(order: Callable[[int, int, Config], Tensor]) -> Rules:
+    """Rules of rows in another order, given the number of heads and the size of each."""
+
+    def rule(name: str, heads: str) -> Rule:
+        def rows(config: Config, count: int) -> Tensor | None:
+            number, head_dim = config[heads], config["head_dim"]
+            return None if count != number * head_dim or head_dim % 2 else order(number, head_dim, config)
+
+        return Rule(f"self_attn.{name}_proj", rows=rows)
+
+    return {"attn_q": rule("q", "num_attention_heads"), "attn_k": rule("k", "num_key_value_heads")}
 
 
-def with_channel(shape: Shape) -> Shape:
-    """That of a convolution's weight: transformers has a dimension of one channel between the others."""
-    return (shape[0], 1, shape[1]) if len(shape) == 2 else shape
-
-
-def decay_log(config: Config, parts: Sequence[Tensor]) -> Tensor:
-    """Of how fast a state fades: the file has -exp of it."""
-    return torch.log(-parts[0].float()).flatten()
+# Neighbours are rotated together in llama.cpp, in Llama and its kin.
+PERMUTED = queries_and_keys(lambda heads, head_dim, config: deinterleaved(heads, head_dim, head_dim))
 
 
 def experts(
@@ -115,8 +81,26 @@ def experts(
     }  # fmt: skip
 
 
+def joint_experts(up: str, down: str, *, is_transposed: bool = False) -> Rules:
+    """The matrices of all experts, which transformers has in one weight, gate and up side by side."""
+    return {
+        "ffn_gate_exps.weight": Rule(up, parts=("ffn_up_exps.weight",), is_transposed=is_transposed),
+        "ffn_gate_up_exps.weight": Rule(up, is_transposed=is_transposed),
+        "ffn_down_exps.weight": Rule(down, is_transposed=is_transposed),
+    }
+
+
+BLOCK_SPARSE = experts("block_sparse_moe.experts.{}.", "w1", "w3", "w2") | {
+    "ffn_gate_inp": "block_sparse_moe.gate", "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"
+}  # fmt: skip
+
+
+def feed_forward(prefix: str, suffix: str = "") -> Rules:
+    return {f"ffn_{part}{suffix}": f"{prefix}{part}_proj" for part in ("gate", "up", "down")}
+
+
 def shared_experts(prefix: str) -> Rules:
-    return {f"ffn_{part}_shexp": f"{prefix}{part}_proj" for part in ("gate", "up", "down")}
+    return feed_forward(prefix, "_shexp")
 
 
 def read_experts(data: Metadata) -> tuple[int, int]:
@@ -125,7 +109,7 @@ def read_experts(data: Metadata) -> tuple[int, int]:
     shapes = data.shapes("ffn_down_exps.weight")
     if any(len(shape) != 3 or shape[0] != count for shape in shapes) or not shapes:
         raise data.refused(f"claims to have {count} experts, and its tensors differ")
-    if not 1 <= top_k <= count <= MAX_EXPERTS:
+    if not 1 <= top_k <= count <= architecture.MAX_EXPERTS:
         raise data.refused(f"claims to have {count} experts, of which a token has {top_k}")
     return count, top_k
 
@@ -154,18 +138,12 @@ def read_rope(data: Metadata, config: Config, default_base: float = 10000.0) -> 
     if scaling == "linear" and factor != 1:
         return rope | {"rope_type": "linear", "factor": factor}
     if scaling == "yarn":
-        return rope | _read_yarn(data, factor)
+        rope |= {"rope_type": "yarn", "factor": factor}
+        rope["original_max_position_embeddings"] = data.whole("rope.scaling.original_context_length")
+        betas = [name for name in ("beta_fast", "beta_slow") if data.has(f"rope.scaling.yarn_{name}")]
+        return rope | {name: data.number(f"rope.scaling.yarn_{name}") for name in betas}
     if scaling not in ("none", "linear", "longrope"):
         raise data.refused(f"scales rotary positions as {scaling[:40]!r}, which is not read")
-    return rope
-
-
-def _read_yarn(data: Metadata, factor: float) -> Config:
-    original = data.whole("rope.scaling.original_context_length")
-    rope: Config = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-    for theirs, ours in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
-        if data.has(f"rope.scaling.{theirs}"):
-            rope[ours] = data.number(f"rope.scaling.{theirs}")
     return rope
 
 
@@ -178,12 +156,11 @@ def read_layer_types(data: Metadata, config: Config, period: int) -> list[str]:
     return ["sliding_attention" if flag else "full_attention" for flag in flags]
 
 
-TURNED = LAYER | PERMUTED
-BIASES: dict[str, Any] = {"attention_bias": has("attn_q.bias"), "mlp_bias": has("ffn_down.bias")}
+QUERY_BIAS = {"attention_bias": has("attn_q.bias")}
+BIASES = QUERY_BIAS | {"mlp_bias": has("ffn_down.bias")}
 AFTER_ATTENTION: Rules = {"post_attention_norm": "post_attention_layernorm"}
 BOTH_AFTER: Rules = AFTER_ATTENTION | {"post_ffw_norm": "post_feedforward_layernorm"}
 LATE_NORMS: Rules = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
-QUERY_BIAS: dict[str, Any] = {"attention_bias": has("attn_q.bias")}
 
 
 def mixture(count: str, top_k: str = "num_experts_per_tok", size: str = "") -> Read:
@@ -198,6 +175,10 @@ def mixture(count: str, top_k: str = "num_experts_per_tok", size: str = "") -> R
 
 def window(data: Metadata, config: Config) -> int:
     return data.whole("attention.sliding_window")
+
+
+def windows(period: int) -> dict[str, Read]:
+    return {"sliding_window": window, "layer_types": partial(read_layer_types, period=period)}
 
 
 def layer_norm(key: str) -> Read:
