@@ -7,6 +7,7 @@ What the name stands for is not in the file: the patterns are those of the model
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,7 +98,7 @@ def tokenizer_of(metadata: Mapping[str, Any], vocab_size: int, keep: Keep | None
         else:
             raise ModelError(f"The GGUF file has a tokenizer of the kind {str(kind)[:40]!r}, which is not read.")
         for number in (_CONTROL, _USER_DEFINED):
-            its = [token for token, kind_of_it in zip(tokens, types, strict=True) if kind_of_it == number and token]
+            its = [token for token, its_type in zip(tokens, types, strict=True) if its_type == number and token]
             special = number == _CONTROL
             # A token of spaces only stands for those of a normalized text.
             backend.add_tokens([AddedToken(one, normalized=one.strip("▁") == "", special=special) for one in its])
@@ -108,9 +109,8 @@ def tokenizer_of(metadata: Mapping[str, Any], vocab_size: int, keep: Keep | None
     except Exception as error:  # tokenizers raises plain Exception
         raise _damaged(str(error).splitlines()[0][:200] if str(error) else "it cannot be built") from error
     _check(backend.get_vocab_size() <= vocab_size, "it has more tokens than the embedding")
-    special_tokens = {
-        name: tokens[place] for name, key in _NAMED.items() if (place := _token(metadata, key, tokens)) is not None
-    }
+    places = {name: _token(metadata, key, tokens) for name, key in _NAMED.items()}
+    special_tokens = {name: tokens[place] for name, place in places.items() if place is not None}
     template = metadata.get("tokenizer.chat_template")
     _check(template is None or isinstance(template, str), "its chat template is not a text")
     return TextTokenizer(TokenizerBackend(backend), bos, template, special_tokens)
@@ -132,8 +132,6 @@ def end_ids(metadata: Mapping[str, Any]) -> list[int]:
 
 def _tokens(metadata: Mapping[str, Any]) -> list[Any]:
     given = metadata.get(_TOKENS)
-    if isinstance(given, list):
-        return given
     return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else []
 
 
@@ -148,25 +146,21 @@ def _check(is_right: bool, why: str) -> None:
 
 def _token(metadata: Mapping[str, Any], key: str, tokens: Sequence[str]) -> int | None:
     number = metadata.get(f"tokenizer.ggml.{key}_token_id")
-    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(tokens):
-        return None
-    return number
+    return number if type(number) is int and 0 <= number < len(tokens) else None
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str], name: str) -> Tokenizer:
     words = BY_NAME.get(name)
     if words is None:
-        raise ModelError(
-            f"The tokenizer of the GGUF file splits text in a way that is called {name[:40]!r}, which is not known."
-        )
+        how = f"in a way that is called {name[:40]!r}, which is not known"
+        raise ModelError(f"The tokenizer of the GGUF file splits text {how}.")
     merges = _merges(metadata.get("tokenizer.ggml.merges") or ())
     backend = Tokenizer(BPE(_vocabulary(tokens), merges, ignore_merges=name in _IGNORES_MERGES))
     if name in _NORMALIZES:
         backend.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False) for pattern in words]
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     backend.decoder = decoders.ByteLevel()
     return backend
 
@@ -185,13 +179,14 @@ def _sentence_pieces(
     if is_gemma:
         scores = [-float(number) for number in range(len(tokens))]
     unknown = _token(metadata, "unknown", tokens)
-    unknown_token = tokens[unknown] if unknown is not None else None
     vocabulary = _vocabulary(tokens)
     if given:
         merges = _merges(given)
     else:
-        pairs = (keep or _make)(sum(map(len, tokens)), lambda: _merges_of(vocabulary, tokens, types, scores or []))
+        make = partial(_merges_of, vocabulary, tokens, types, scores)
+        pairs = keep(sum(map(len, tokens)), make) if keep else make()
         merges = list(zip(*(map(tokens.__getitem__, numbers.tolist()) for numbers in pairs), strict=True))
+    unknown_token = None if unknown is None else tokens[unknown]
     backend = Tokenizer(BPE(vocabulary, merges, unk_token=unknown_token, fuse_unk=True, byte_fallback=True))
     prepend, strip = ([normalizers.Prepend("▁")], [decoders.Strip(" ", 1, 0)]) if has_prefix else ([], [])
     backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
@@ -214,13 +209,7 @@ def _merges(given: Iterable[Any]) -> list[tuple[str, str]]:
     return merges
 
 
-def _make(most: int, make: Callable[[], Pairs]) -> Pairs:
-    return make()
-
-
-def _merges_of(
-    vocabulary: Mapping[str, int], tokens: Sequence[str], types: Sequence[int], scores: Sequence[Any]
-) -> Pairs:
+def _merges_of(vocabulary: dict[str, int], tokens: list[str], types: Sequence[int], scores: Sequence[Any]) -> Pairs:
     """The merges that a vocabulary with scores stands for: every pair of tokens that is a token, the best one first."""
     found: list[tuple[float, int, int]] = []
     get = vocabulary.get
@@ -236,9 +225,7 @@ def _merges_of(
     return Pairs(pairs[:, 0], pairs[:, 1])
 
 
-def _adds_specials(
-    backend: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[str], *, begins: bool
-) -> int | None:
+def _adds_specials(backend: Tokenizer, metadata: Mapping[str, Any], tokens: list[str], *, begins: bool) -> int | None:
     """Makes texts begin and end with the tokens that the file asks for; the one that they begin with, if any.
 
     begins: with BOS, if the file does not say it

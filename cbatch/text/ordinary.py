@@ -123,10 +123,6 @@ def _growth(parts: Iterable[_Part]) -> int:
     return math.prod(max(len(part["content"]), 1) for part in parts if part["type"] == "Replace")
 
 
-def _anything(part: _Part) -> bool:
-    return True
-
-
 def _replaces_text(part: _Part) -> bool:
     return _is_text(part["pattern"]["String"]) and len(part["content"]) <= _MAX_TEXT
 
@@ -148,30 +144,22 @@ def _has_template(part: _Part) -> bool:
     return len(pieces) <= _MAX_PARTS and texts == ["A"] and all(0 < len(known[one]["ids"]) <= 16 for one in tokens)
 
 
-_NORMALIZERS: dict[str, Callable[[_Part], bool]] = {
-    **dict.fromkeys(
-        ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Strip", "BertNormalizer", "Nmt", "ByteLevel"),
-        _anything,
-    ),
-    "Replace": _replaces_text,
-    "Prepend": lambda part: _is_text(part["prepend"]),
-}
-_PRE_TOKENIZERS: dict[str, Callable[[_Part], bool]] = {
-    **dict.fromkeys(
-        ("ByteLevel", "Metaspace", "Whitespace", "WhitespaceSplit", "Digits", "Punctuation", "BertPreTokenizer"),
-        _anything,
-    ),
-    "Split": _splits,
-}
-_DECODERS: dict[str, Callable[[_Part], bool]] = {
-    **dict.fromkeys(("ByteLevel", "Metaspace", "WordPiece", "BPEDecoder", "ByteFallback", "Fuse"), _anything),
-    "Replace": _replaces_text,
-    "Strip": lambda part: part["stop"] == 0,  # others count from the end of tokens that may be shorter
-}
-_POST_PROCESSORS: dict[str, Callable[[_Part], bool]] = {
-    **dict.fromkeys(("ByteLevel", "BertProcessing", "RobertaProcessing"), _anything),
-    "TemplateProcessing": _has_template,
-}
+def _known(harmless: str, **checked: Callable[[_Part], bool]) -> dict[str, Callable[[_Part], bool]]:
+    return dict.fromkeys(harmless.split(), lambda part: True) | checked
+
+
+_NORMALIZERS = _known(
+    "NFC NFD NFKC NFKD Lowercase StripAccents Strip BertNormalizer Nmt ByteLevel",
+    Replace=_replaces_text, Prepend=lambda part: _is_text(part["prepend"]),
+)  # fmt: skip
+_PRE_TOKENIZERS = _known(
+    "ByteLevel Metaspace Whitespace WhitespaceSplit Digits Punctuation BertPreTokenizer", Split=_splits
+)
+_DECODERS = _known(
+    "ByteLevel Metaspace WordPiece BPEDecoder ByteFallback Fuse", Replace=_replaces_text,
+    Strip=lambda part: part["stop"] == 0,  # others count from the end of tokens that may be shorter
+)  # fmt: skip
+_POST_PROCESSORS = _known("ByteLevel BertProcessing RobertaProcessing", TemplateProcessing=_has_template)
 
 
 _KNOWN = frozenset(pattern.replace('\\"', '"') for pattern in WORDS)

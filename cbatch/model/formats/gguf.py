@@ -83,10 +83,8 @@ class GgufModel:
         if self._cache is None or most < min(self._cache.least_bytes, _LEAST_CHARACTERS):
             return make()
         headers = hashlib.blake2b(b"".join(self._file.headers), digest_size=16).hexdigest()
-        sizes: Sizes = {
-            "count": (1, np.dtype(np.int64)),
-            **{name: (most, np.dtype(np.uint32)) for name in Pairs._fields},
-        }
+        pairs = dict.fromkeys(Pairs._fields, (most, np.dtype(np.uint32)))
+        sizes: Sizes = {"count": (1, np.dtype(np.int64)), **pairs}
         try:
             arrays = PackedFile(self._cache, {"merges": VERSION, "headers": headers}).arrays(sizes, fill)
         except OSError as error:

@@ -57,16 +57,12 @@ def read_config(file: GgufFile) -> Config:
     heads = data.whole("attention.head_count")
     config: Config = {
         "model_type": architecture.kind,
-        "vocab_size": vocabulary,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
+        "vocab_size": vocabulary, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
         "head_dim": data.whole("attention.key_length", hidden // heads if heads else 0),
         "num_key_value_heads": _kv_heads(data, layers, heads),
         "max_position_embeddings": data.whole("context_length"),
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        "eos_token_id": None,
-    }
+        "tie_word_embeddings": "output.weight" not in file.tensors, "eos_token_id": None,
+    }  # fmt: skip
     if data.has("attention.layer_norm_rms_epsilon"):
         config["rms_norm_eps"] = data.number("attention.layer_norm_rms_epsilon")
     if len(widths := set(data.wholes("feed_forward_length", layers) if data.has("feed_forward_length") else [])) == 1:
@@ -81,9 +77,10 @@ def _num_layers(data: Metadata) -> int:
     numbers = {name.split(".")[1] for name in data.file.tensors if name.startswith("blk.")}
     if numbers != {str(number) for number in range(len(numbers))} or len(numbers) != claimed or claimed > _MAX_LAYERS:
         raise data.refused(f"claims to have {claimed} layers, and has tensors of {len(numbers)}")
-    if data.num_layers < 1:
+    layers = claimed - data.whole("nextn_predict_layers", 0)
+    if layers < 1:
         raise data.refused(f"claims that none of its {claimed} layers is one of the model")
-    return data.num_layers
+    return layers
 
 
 def _kv_heads(data: Metadata, layers: int, heads: int) -> int | list[int]:
@@ -153,17 +150,13 @@ def _matrices(
     columns = None if are_vectors else order(rule.columns, shape[-1])
     if rule.shape is not None:
         shape = rule.shape(*_shapes(file, tensors)) if is_made else rule.shape(shape)
+    final = (*shape[:-2], *reversed(shape[-2:])) if rule.is_transposed else shape
+    combine = None if rule.combine is None else partial(rule.combine, config)
+    offset = -architecture.norm_offset if is_norm else 0.0
     yield (
         ours + rule.name + suffix,
         GgufMatrix(
-            file,
-            tensors,
-            (*shape[:-2], *reversed(shape[-2:])) if rule.is_transposed else shape,
-            is_transposed=rule.is_transposed,
-            row_order=rows,
-            columns=columns,
-            offset=-architecture.norm_offset if is_norm else 0.0,
-            combine=None if rule.combine is None else partial(rule.combine, config),
+            file, tensors, final, rule.is_transposed, row_order=rows, columns=columns, offset=offset, combine=combine
         ),
     )
 

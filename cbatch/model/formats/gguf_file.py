@@ -137,9 +137,8 @@ def read_gguf(paths: Sequence[Path]) -> GgufFile:
     for number, header in enumerate(headers):
         part = header.metadata.get("split.no", 0), header.metadata.get("split.count", 1) or 1
         if part != (number, len(paths)):
-            raise InvalidFile(
-                f"{header.path} is not part {number + 1} of {len(paths)} of a GGUF model; parts must keep their names."
-            )
+            place = f"part {number + 1} of {len(paths)} of a GGUF model"
+            raise InvalidFile(f"{header.path} is not {place}; parts must keep their names.")
         for name, tensor in header.tensors.items():
             if name in tensors:
                 raise InvalidFile(f"The tensor {name[:80]!r} is in several parts of {paths[0]}.")
@@ -295,9 +294,8 @@ class _Header:
     def _sizes(self, name: str, shape: tuple[int, ...], kind: int) -> tuple[int, int]:
         """Bytes of a row of a tensor, and of all."""
         if kind not in BLOCKS:
-            raise InvalidFile(
-                f"{self.path} holds the tensor {name[:80]!r} in the format {block_name(kind)}, which is not read."
-            )
+            what = f"the tensor {name[:80]!r} in the format {block_name(kind)}"
+            raise InvalidFile(f"{self.path} holds {what}, which is not read.")
         numbers, size = BLOCKS[kind]
         if min(shape) < 1 or shape[-1] % numbers:
             raise self._damaged(f"the tensor {name[:80]!r} has the shape {shape}")

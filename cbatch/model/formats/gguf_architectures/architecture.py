@@ -94,11 +94,6 @@ class Metadata:
         layers = (name.split(".", 2) for name in self.file.tensors)
         return [self.file.tensors[".".join(parts)].shape for parts in layers if parts[2:] == [ending]]
 
-    @property
-    def num_layers(self) -> int:
-        """Without those behind the model, which predict several tokens at once."""
-        return self.whole("block_count") - self.whole("nextn_predict_layers", 0)
-
     def refused(self, why: str) -> InvalidFile:
         return InvalidFile(f"{self.file.paths[0]} {why}.")
 

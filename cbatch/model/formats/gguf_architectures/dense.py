@@ -19,15 +19,9 @@ declare("llama", layer=r.PERMUTED, **r.BIASES)
 # Models of text with pictures rotate as one does without them.
 declare("qwen2 qwen2vl")
 declare("qwen3 qwen3vl")
-
-
-def _either_norm(data: Metadata, config: Config) -> Config:
-    """Files of EXAONE 3 may have its epsilon under the name of another norm's."""
-    eps = config.get("rms_norm_eps")
-    return {"rms_norm_eps": data.number("attention.layer_norm_epsilon") if eps is None else eps}
-
-
-declare("exaone", "llama", more=[_either_norm], **r.BIASES)
+# Files of EXAONE 3 may have its epsilon under the name of another norm's.
+declare("exaone", "llama", rms_norm_eps=lambda data, config: config.get("rms_norm_eps")
+        or data.number("attention.layer_norm_epsilon"), **r.BIASES)  # fmt: skip
 # llama.cpp rotates in three of four layers of SmolLM 3, whatever the file says, as transformers does by default.
 declare("arcee", layer=r.PERMUTED, **r.BIASES)
 declare("smollm3", layer=r.PERMUTED, **r.BIASES)

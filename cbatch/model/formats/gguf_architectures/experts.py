@@ -17,13 +17,14 @@ from cbatch.model.formats.gguf_architectures.readers import declare, value
 _MIXTURE = r.mixture("num_experts", size="moe_intermediate_size")
 _GATED = r.experts() | {"ffn_gate_inp": "mlp.gate"}
 declare("hunyuan-moe", "hunyuan_v1_moe", more=[r.mixture("num_experts", "moe_topk")], **r.QUERY_BIAS,
-        layer=r.LATE_NORMS | r.experts() | r.shared_experts("mlp.shared_mlp.")
+        layer=r.LATE_NORMS | r.experts() | r.feed_forward("mlp.shared_mlp.", "_shexp")
         | {"ffn_gate_inp": "mlp.gate.wg"})  # fmt: skip
 declare("olmoe", layer=_GATED, more=[r.mixture("num_experts", size="intermediate_size")])
 
 _ROUTED = r.mixture("n_routed_experts", size="moe_intermediate_size")
 _BIASED_EXPERTS = [_ROUTED, r.biased]
-_BIASED = {**_GATED, **r.shared_experts("mlp.shared_experts."), "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+_SHARED = r.feed_forward("mlp.shared_experts.", "_shexp")
+_BIASED = _GATED | _SHARED | {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 declare("glm4moe", "glm4_moe", layer=_BIASED | r.AFTER_ATTENTION, more=_BIASED_EXPERTS, **r.QUERY_BIAS,
         use_qk_norm=r.has("attn_q_norm.weight"), rope_parameters=r.rope(share=1.0))  # fmt: skip
 declare("exaone-moe", "exaone_moe", layer=_BIASED | {"exp_probs_b.bias": "mlp.e_score_correction_bias"},
@@ -68,7 +69,7 @@ declare("minimax-m2", "minimax_m2", layer=r.BLOCK_SPARSE, rope_parameters=r.rope
         more=[r.mixture("num_local_experts", size="intermediate_size")])  # fmt: skip
 declare("mellum", layer=_GATED, rope_parameters=r.local_rope(10000.0), more=[_MIXTURE, r.optional_windows])
 _AFMOE = {
-    **r.experts(), **r.shared_experts("mlp.shared_experts."), **r.AFTER_ATTENTION, "ffn_norm": "pre_mlp_layernorm",
+    **r.experts(), **_SHARED, **r.AFTER_ATTENTION, "ffn_norm": "pre_mlp_layernorm",
     "post_ffw_norm": "post_mlp_layernorm", "attn_gate": "self_attn.gate_proj", "ffn_gate_inp": "mlp.router.gate",
     "exp_probs_b.bias": "mlp.expert_bias",
 }  # fmt: skip
@@ -78,7 +79,7 @@ declare("afmoe", layer=_AFMOE, more=[_MIXTURE, r.optional_windows], **r.QUERY_BI
 # llama.cpp has the numbers of transformers' class for chunks and for how queries grow, and norms in all but the largest
 # model.
 _LLAMA4 = {
-    **r.feed_forward("feed_forward."), **r.shared_experts("feed_forward.shared_expert."),
+    **r.feed_forward("feed_forward."), **r.feed_forward("feed_forward.shared_expert.", "_shexp"),
     "ffn_gate_inp": "feed_forward.router",
     **r.joint_experts("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj", is_transposed=True),
 }  # fmt: skip
@@ -88,7 +89,7 @@ declare("llama4", "llama4_text", layer=_LLAMA4, **r.QUERY_BIAS,
         interleave_moe_layer_step=value("interleave_moe_layer_step", 1),
         use_qk_norm=lambda data, config: data.whole("expert_count") != 128)  # fmt: skip
 _HY_V3 = {
-    **r.experts(), **r.shared_experts("mlp.shared_mlp."), "ffn_gate_inp": "mlp.router.gate",
+    **r.experts(), **r.feed_forward("mlp.shared_mlp.", "_shexp"), "ffn_gate_inp": "mlp.router.gate",
     "exp_probs_b.bias": "mlp.expert_bias", "exp_probs_b": "mlp.expert_bias",
 }  # fmt: skip
 declare("hy_v3", layer=_HY_V3, **r.QUERY_BIAS, more=[_MIXTURE], num_shared_experts=_num_shared,
@@ -176,14 +177,11 @@ declare("deepseek2", "deepseek_v3", layer=_LATENT_EXPERTS, more=[_latent, *_BIAS
 declare("deepseek2", "deepseek_v2", layer=_LATENT_EXPERTS, more=[_latent, _ROUTED, _softmax], **_SETTINGS)
 
 
-def _indexed(data: Metadata, config: Config) -> Config:
-    return {"index_topk": data.whole("attention.indexer.top_k")}
-
-
 # Weights of the index are not used where it chooses everything.
 _INDEX = {f"indexer.{name}": BEHIND for name in ("k_norm", "proj", "attn_k", "attn_q_b")}
 for _name, _kind in (("deepseek32", "deepseek_v32"), ("glm-dsa", "glm_moe_dsa")):
-    declare(_name, _kind, layer=_LATENT_EXPERTS | _INDEX, more=[_latent, *_BIASED_EXPERTS, _indexed], **_SETTINGS)
+    declare(_name, _kind, layer=_LATENT_EXPERTS | _INDEX, more=[_latent, *_BIASED_EXPERTS], **_SETTINGS,
+            index_topk=lambda data, config: data.whole("attention.indexer.top_k"))  # fmt: skip
 
 
 def _growing_rope(data: Metadata, config: Config) -> Config:

@@ -31,7 +31,7 @@ def declare(names: str, kind: str = "", /, **given: Any) -> None:
 
 
 def value(name: str, default: Any) -> Read:
-    """A setting of the type of its default: a flag, a whole number, or another one."""
+    """A setting of the type of its default: a flag, a whole number, or any number."""
     read: Any = {bool: Metadata.flag, int: Metadata.whole, float: Metadata.number}[type(default)]
     return lambda data, config: read(data, name, default)
 
@@ -51,7 +51,7 @@ def types(tensor: str, there: str, otherwise: str) -> Read:
 
 def rows_of(tensor: str) -> Read:
     """How many rows a tensor of the first layer has."""
-    return lambda data, config: data.shape(f"blk.0.{tensor}.weight")[-2]
+    return lambda data, config: data.shape(f"blk.0.{tensor}.weight")[-2:][0]
 
 
 def queries_and_keys(order: Callable[[int, int, Config], Tensor]) -> Rules:
@@ -97,10 +97,6 @@ BLOCK_SPARSE = experts("block_sparse_moe.experts.{}.", "w1", "w3", "w2") | {
 
 def feed_forward(prefix: str, suffix: str = "") -> Rules:
     return {f"ffn_{part}{suffix}": f"{prefix}{part}_proj" for part in ("gate", "up", "down")}
-
-
-def shared_experts(prefix: str) -> Rules:
-    return feed_forward(prefix, "_shexp")
 
 
 def read_experts(data: Metadata) -> tuple[int, int]:

@@ -54,24 +54,20 @@ declare("lfm2moe", "lfm2_moe", layer=_LFM | _LFM_EXPERTS, **_LFM_SETTINGS,
         num_dense_layers=value("leading_dense_block_count", 0), use_expert_bias=r.has("exp_probs_b.bias"))  # fmt: skip
 
 
-def _multipliers(data: Metadata, config: Config) -> Config:
-    return {
-        "embedding_multiplier": data.number("embedding_scale", 1.0),
-        "residual_multiplier": data.number("residual_scale", 1.0),
-        "attention_multiplier": data.number("attention.scale", config["head_dim"] ** -0.5),
-        "logits_scaling": data.number("logit_scale", 1.0) or 1.0,
-    }
-
-
+_MULTIPLIERS: dict[str, Any] = {
+    "embedding_multiplier": value("embedding_scale", 1.0), "residual_multiplier": value("residual_scale", 1.0),
+    "attention_multiplier": lambda data, config: data.number("attention.scale", config["head_dim"] ** -0.5),
+    "logits_scaling": lambda data, config: data.number("logit_scale", 1.0) or 1.0,
+}  # fmt: skip
 _MIXTURE = {
     **r.joint_experts("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
     "ffn_gate_inp": "block_sparse_moe.router.layer", "ffn_down_shexp": "shared_mlp.output_linear",
     "ffn_gate_shexp": Rule("shared_mlp.input_linear", parts=("ffn_up_shexp",)),
 }  # fmt: skip
 _SIZED = r.mixture("num_local_experts", size="intermediate_size")
-declare("granite", layer=r.PERMUTED, more=[_multipliers], **r.BIASES)
+declare("granite", layer=r.PERMUTED, **_MULTIPLIERS, **r.BIASES)
 # Those without shared experts are of the same kind as those with them.
-declare("granitemoe", "granitemoeshared", layer=r.PERMUTED | _MIXTURE, more=[_multipliers, _SIZED], **r.QUERY_BIAS,
+declare("granitemoe", "granitemoeshared", layer=r.PERMUTED | _MIXTURE, more=[_SIZED], **_MULTIPLIERS, **r.QUERY_BIAS,
         shared_intermediate_size=r.shared_size)  # fmt: skip
 
 
@@ -82,7 +78,7 @@ def _granite_experts(data: Metadata, config: Config) -> Config:
     return {**_SIZED(data, config), "shared_intermediate_size": data.shape("blk.0.ffn_gate_shexp.weight")[0]}
 
 
-def _scan_sizes(data: Metadata) -> Config:
+def _scan_sizes(data: Metadata, config: Config) -> Config:
     """Of Mamba 2."""
     heads, inner = data.whole("ssm.time_step_rank"), data.whole("ssm.inner_size")
     if min(heads, inner) < 1 or inner % heads:
@@ -94,7 +90,7 @@ def _scan_sizes(data: Metadata) -> Config:
 
 
 def _mamba(data: Metadata, config: Config) -> Config:
-    sizes, hidden = _scan_sizes(data), config["hidden_size"]
+    sizes, hidden = _scan_sizes(data, config), config["hidden_size"]
     if (inner := sizes["mamba_n_heads"] * sizes["mamba_d_head"]) % hidden:
         raise data.refused(f"claims to have {inner} recurrent numbers for {hidden} of the model")
     return sizes | {"mamba_expand": inner // hidden, "mamba_conv_bias": bool(data.shapes("ssm_conv1d.bias"))}
@@ -127,21 +123,17 @@ declare("granitehybrid", "bamba", layer=r.PERMUTED | _scan("mamba.") | _GATED, m
             layer for layer in range(config["num_hidden_layers"]) if data.has_tensor(f"blk.{layer}.attn_q.weight")
         ],
         when=lambda data: data.flag("rope.scaling.finetuned", False))  # fmt: skip
-declare("granitehybrid", "granitemoehybrid", layer=r.PERMUTED | _MIXTURE | _MAMBA, **r.QUERY_BIAS,
-        more=[_multipliers, _mamba, _granite_experts], position_embedding_type="nope",
+declare("granitehybrid", "granitemoehybrid", layer=r.PERMUTED | _MIXTURE | _MAMBA, **_MULTIPLIERS,
+        **r.QUERY_BIAS, more=[_mamba, _granite_experts], position_embedding_type="nope",
         layer_types=r.types("attn_q", "full_attention", "linear_attention"))  # fmt: skip
 
 
-def _inner(data: Metadata, config: Config) -> Config:
-    return _scan_sizes(data) | {"mamba_d_ssm": data.whole("ssm.inner_size")}
-
-
 # All multipliers are in the weights.
-declare("falcon-h1", "falcon_h1", model=_MAMBA_MODEL, more=[_inner], **r.BIASES,
+declare("falcon-h1", "falcon_h1", model=_MAMBA_MODEL, more=[_scan_sizes], **r.BIASES,
         layer=_scan("mamba.") | _GATED | dict.fromkeys(("ffn_norm", "ffn_norm.weight"), "pre_ff_layernorm.weight"),
         mamba_conv_bias=r.has("ssm_conv1d.bias"), mamba_proj_bias=r.has("ssm_in.bias"),
         projectors_bias=r.has("ssm_out.bias"), mamba_rms_norm=r.has("ssm_norm.weight"),
-        mamba_norm_before_gate=False)  # fmt: skip
+        mamba_norm_before_gate=False, mamba_d_ssm=lambda data, config: data.whole("ssm.inner_size"))  # fmt: skip
 
 # Layers of Nemotron-H are one part each.
 _NEMOTRON_PARTS = {"ssm_in.weight": "linear_attention", "attn_q.weight": "full_attention", "ffn_gate_inp.weight": "moe"}
@@ -149,7 +141,7 @@ _NEMOTRON_PARTS = {"ssm_in.weight": "linear_attention", "attn_q.weight": "full_a
 
 def _nemotron(data: Metadata, config: Config) -> Config:
     names = "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"
-    found = dict(zip(names, _scan_sizes(data).values(), strict=True))
+    found = dict(zip(names, _scan_sizes(data, config).values(), strict=True))
     found["layer_norm_epsilon"] = data.number("attention.layer_norm_epsilon", config.pop("rms_norm_eps", None))
     widths = {shape[0] for shape in data.shapes("ffn_up.weight")}
     if len(widths) > 1:
@@ -169,7 +161,7 @@ def _nemotron(data: Metadata, config: Config) -> Config:
 _NEMOTRON = {
     **_scan("mixer."), **{f"attn_{part}": f"mixer.{part}_proj" for part in "qkv"}, "attn_norm": "norm",
     "attn_output": "mixer.o_proj", "ffn_gate_inp": "mixer.gate", **r.feed_forward("mixer."),
-    **r.feed_forward("mixer.experts.{}.", "_exps"), **r.shared_experts("mixer.shared_experts."),
+    **r.feed_forward("mixer.experts.{}.", "_exps"), **r.feed_forward("mixer.shared_experts.", "_shexp"),
     "exp_probs_b.bias": "mixer.gate.e_score_correction_bias", "ffn_latent_down": "mixer.fc1_latent_proj",
     "ffn_latent_up": "mixer.fc2_latent_proj",
 }  # fmt: skip
@@ -179,7 +171,7 @@ declare("nemotron_h nemotron_h_moe", layer=_NEMOTRON, more=[_nemotron], rope_par
 
 # Qwen 2 to 3.5. Gated delta nets have their heads of values in another order.
 _EXPERTS = {
-    **r.experts(), **r.shared_experts("mlp.shared_expert."), "ffn_gate_inp": "mlp.gate",
+    **r.experts(), **r.feed_forward("mlp.shared_expert.", "_shexp"), "ffn_gate_inp": "mlp.gate",
     "ffn_gate_inp_shexp": Rule("mlp.shared_expert_gate", shape=lambda shape: (1, shape[-1])),
 }  # fmt: skip
 
