@@ -67,16 +67,9 @@ if TYPE_CHECKING:
     from cbatch.model.cuda import CudaModel
 
 NOT_APPLIED = {
-    "suppress_tokens": [],
-    "begin_suppress_tokens": [],
-    "bad_words_ids": [],
-    "sequence_bias": {},
-    "min_length": 0,
-    "forced_bos_token_id": None,
-    "no_repeat_ngram_size": 0,
-    "typical_p": 1.0,
-    "num_beams": 1,
-}
+    "suppress_tokens": [], "begin_suppress_tokens": [], "bad_words_ids": [], "sequence_bias": {}, "min_length": 0,
+    "forced_bos_token_id": None, "no_repeat_ngram_size": 0, "typical_p": 1.0, "num_beams": 1,
+}  # fmt: skip
 """Keys of generation_config.json that would change the output but are not supported, and their neutral values."""
 
 _log = logging.getLogger("cbatch")
