@@ -299,10 +299,6 @@ class ConfigReader:
             raise UnsupportedConfig(f"its config.json has no {key}")
         return value
 
-    def has(self, key: str) -> bool:
-        """Whether the file has a key."""
-        return self._class.names.get(key, key) in self._values
-
     def get(self, key: str, default: Any = None) -> Any:
         """A value, or what the class has if the key is absent. default: of keys for which the class has none"""
         key = self._class.names.get(key, key)

@@ -36,6 +36,8 @@ ACTIVATIONS = {
 }  # fmt: skip
 """Names in config files, and what they are called here."""
 
+_ACTIVATION_KEYS = "hidden_act", "hidden_activation", "activation_function", "activation", "mlp_hidden_act"
+
 STACKED = "gate_up_proj", "down_proj"
 """Most names of stacked experts; see `Layer.experts`."""
 
@@ -157,44 +159,35 @@ class Builder:
         config.expect("quantization_config", None)
 
     def read(
-        self,
-        *,
-        norm: NormKind | None = None,
-        has_rotary: bool = True,
-        activation: str = "silu",
-        key: str = "hidden_act",
-        gated: bool = True,
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
-        is_interleaved: bool = False,
-        **rope: Any,
-    ) -> None:
+        self, *, norm: NormKind | None = None, has_rotary: bool = True, activation: Activation | None = None,
+        gated: bool = True, kv_heads: int | None = None, is_interleaved: bool = False, **rope: Any,
+    ) -> None:  # fmt: skip
         """Reads the norm, the heads, their rotary setting and the activation.
 
-        norm:       of RMS by default
-        activation, key: see `read_activation`
-        head_dim:   of files that do not say it; by default heads share the hidden size
-        rope:       see `read_rotary`
+        norm: of RMS by default
+        activation, kv_heads: instead of what the config says
+        rope: see `read_rotary`
         """
         config = self.config
         self.norm = norm or NormKind(config["rms_norm_eps"])
         heads = config.whole("num_attention_heads")
-        head_dim = int(config.get("head_dim") or head_dim or self.hidden_size // heads)
+        head_dim = int(config.get("head_dim") or self.hidden_size // heads)
         kv_heads = kv_heads or int(config.get("num_key_value_heads") or heads)
         if heads % kv_heads or min(heads, kv_heads, head_dim) < 1:
             raise UnsupportedConfig(f"its {heads} query heads cannot share {kv_heads} KV heads")
         self.sizes = HeadSizes(heads, kv_heads, head_dim, head_dim, head_dim, is_interleaved)
         if has_rotary:
             self.rotary = self.read_rotary(**rope)
-        self.read_activation(activation, key, gated=gated)
+        self.activation = activation or self.read_activation(gated=gated)
 
-    def read_activation(self, default: str = "silu", key: str = "hidden_act", *, gated: bool = True) -> None:
-        """key: empty if the config does not name it"""
-        name = self.config.get(key) if key else None
-        name = default if name is None else name
+    def read_activation(self, *, gated: bool = True) -> Activation:
+        """By the key that the class has for it. Those that have none use SiLU."""
+        config = self.config
+        key = next((one for one in _ACTIVATION_KEYS if config.default(one)), None)
+        name = "silu" if key is None else config.get(key) or config.default(key)
         if name not in ACTIVATIONS:
             raise UnsupportedConfig(f"its activation is {name}")
-        self.activation = Activation(ACTIVATIONS[name], gated)
+        return Activation(ACTIVATIONS[name], gated)
 
     def read_rotary(self, **options: Any) -> int:
         """The number of the rotary setting that the config has for its heads; see `read_rotary`."""
@@ -220,13 +213,13 @@ class Builder:
             self._rotaries.append(rotary)
         return self._rotaries.index(rotary)
 
-    def windows(self, default_kinds: Sequence[str] | None = None, *, window: int | None = None) -> list[int]:
-        """The window of each layer by `layer_types`, 0 for none. window: `sliding_window` of the config by default"""
+    def windows(self, default_kinds: Sequence[str] | None = None) -> list[int]:
+        """The window of each layer by `layer_types`, 0 for none."""
         kinds = self.layer_types(default_kinds or ["full_attention"] * self.num_layers)
         if "sliding_attention" not in kinds:
             self.config.ignore("sliding_window")
             return [0] * self.num_layers
-        size = int(self.config["sliding_window"]) if window is None else window
+        size = self.config.whole("sliding_window")
         return [size if kind == "sliding_attention" else 0 for kind in kinds]
 
     def layer_types(
@@ -236,6 +229,11 @@ class Builder:
         if not set(kinds) <= set(known) or len(kinds) != self.num_layers:
             raise UnsupportedConfig("it has layers of other types")
         return kinds
+
+    def sparse_by_type(self, default: Sequence[bool]) -> list[bool]:
+        """Which layers have experts, by `mlp_layer_types`."""
+        kinds = self.config.get("mlp_layer_types")
+        return [kind == "sparse" for kind in kinds] if kinds else list(default)
 
     def add(self, operation: Operation) -> None:
         self._operations.append(operation)
@@ -247,20 +245,11 @@ class Builder:
         self.add(Embed(self._embedding, scale, Weight(f"{positions}.weight", size) if positions else None, offset))
 
     def head(
-        self,
-        norm: str,
-        name: str = "lm_head",
-        *,
-        tied_by_default: bool = False,
-        bias: bool = False,
-        factor: float = 1.0,
+        self, norm: str, name: str = "lm_head", *, bias: bool = False, factor: float = 1.0,
         softcap: float | None = None,
-    ) -> None:
-        """The output head after the last norm, which is the embedding if `tie_word_embeddings` says so.
-
-        tied_by_default: if the file does not say
-        """
-        self.is_tied = bool(self.config.get("tie_word_embeddings", tied_by_default))
+    ) -> None:  # fmt: skip
+        """The output head after the last norm, which is the embedding if `tie_word_embeddings` says so."""
+        self.is_tied = self.config.flag("tie_word_embeddings")
         weight = Weight(f"{name}.weight", (self.vocab_size, self.hidden_size))
         biases = (Weight(f"{name}.bias", (self.vocab_size,)),) if bias else ()
         self._head = Matrix((self._embedding if self.is_tied else weight,), biases)
@@ -282,26 +271,13 @@ class Builder:
         if min(self.num_layers, self.hidden_size, self.vocab_size, self.max_model_len) < 1:
             raise UnsupportedConfig("one of its sizes is not positive")
         return Program(
-            name=str(architectures[0]),
-            kind=self.kind,
-            hidden_size=self.hidden_size,
-            vocab_size=self.vocab_size,
-            max_model_len=self.max_model_len,
-            operations=tuple(self._operations),
-            caches=tuple(self._caches),
-            windows=tuple(self._windows),
-            rotaries=tuple(self._rotaries),
-            embedding=self._embedding,
-            head=self._head,
-            is_tied=self.is_tied,
-            replaced_ids=self.replaced_ids,
-            notes=tuple(self.notes),
-            root=self.root,
-            renamed=self.renamed,
-            is_wrapped=self.config.is_wrapped,
-            spare=tuple(self.spare),
+            name=str(architectures[0]), kind=self.kind, hidden_size=self.hidden_size, vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len, operations=tuple(self._operations), caches=tuple(self._caches),
+            windows=tuple(self._windows), rotaries=tuple(self._rotaries), embedding=self._embedding, head=self._head,
+            is_tied=self.is_tied, replaced_ids=self.replaced_ids, notes=tuple(self.notes), root=self.root,
+            renamed=self.renamed, is_wrapped=self.config.is_wrapped, spare=tuple(self.spare),
             states=tuple(self._states),
-        )
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -319,14 +295,9 @@ class Layer:
         return Weight(self.prefix + name, shape)
 
     def matrix(
-        self,
-        names: str | Sequence[str],
-        columns: int | Sequence[int],
-        depth: int,
-        *,
-        bias: bool = False,
+        self, names: str | Sequence[str], columns: int | Sequence[int], depth: int, *, bias: bool = False,
         transpose: bool = False,
-    ) -> Matrix:
+    ) -> Matrix:  # fmt: skip
         """The matrix of linears side by side, by their names. transpose: they are stored as [depth, columns]"""
         names = [names] if isinstance(names, str) else names
         sizes = [columns] if isinstance(columns, int) else columns
@@ -361,18 +332,9 @@ class Layer:
         self.model.add(Normalize("added", RESIDUAL, self.norm_of(name), add=True, factor=factor))
 
     def route(
-        self,
-        source: str,
-        num_experts: int,
-        name: str = "mlp.gate",
-        *,
-        top_k: int | None = None,
-        bias: bool = False,
-        transpose: bool = False,
-        choice_bias: str = "",
-        choice_shape: tuple[int, ...] = (),
-        **how: Any,
-    ) -> int:
+        self, source: str, num_experts: int, name: str = "mlp.gate", *, top_k: int | None = None, bias: bool = False,
+        transpose: bool = False, choice_bias: str = "", choice_shape: tuple[int, ...] = (), **how: Any,
+    ) -> int:  # fmt: skip
         """The router. Returns how many experts a token has, `num_experts_per_tok` by default.
 
         choice_bias, choice_shape: the name of its weights, and their dimensions before that of the experts, of which
@@ -388,24 +350,11 @@ class Layer:
         return top_k
 
     def experts(
-        self,
-        source: str,
-        num_experts: int,
-        top_k: int,
-        size: int,
-        *,
-        prefix: str = "mlp.experts.",
-        names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
-        activation: Activation | None = None,
-        stacked: bool = False,
-        transpose: bool = False,
-        bias: bool = False,
-        interleaved: bool = False,
-        target: str = RESIDUAL,
-        factor: float = 1.0,
-        weigh_input: bool = False,
-        width: int | None = None,
-    ) -> None:
+        self, source: str, num_experts: int, top_k: int, size: int, *, prefix: str = "mlp.experts.",
+        names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"), activation: Activation | None = None,
+        stacked: bool = False, transpose: bool = False, bias: bool = False, interleaved: bool = False,
+        target: str = RESIDUAL, factor: float = 1.0, weigh_input: bool = False, width: int | None = None,
+    ) -> None:  # fmt: skip
         """The experts of a layer, which are added to the residual.
 
         width:   of what they read and give, that of the residual by default

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cbatch.model.config import ConfigReader
 from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind, deinterleaved
 from cbatch.model.ops.all import (
     RESIDUAL,
@@ -51,30 +52,14 @@ MakeQkv = Callable[[Layer, HeadSizes], Matrix]
 
 
 def attention(
-    *,
-    sizes: HeadSizes | Sequence[HeadSizes] | None = None,
-    prefix: str = "self_attn.",
-    qkv: MakeQkv | None = None,
-    out: str = "o_proj",
-    transpose: bool = False,
-    bias: bool = False,
-    qkv_bias: bool | None = None,
-    out_bias: bool | None = None,
-    rotary: Sequence[int | None] | None = None,
-    scale: float | Sequence[float] | None = None,
-    window: int | Sequence[int] = 0,
-    chunk: int | Sequence[int] = 0,
-    softcap: float | None = None,
-    has_sinks: bool | Sequence[bool] = False,
-    sinks: str = "sinks",
-    factor: float = 1.0,
-    after: str = "",
-    gate: Callable[[Layer, str], Gate] | None = None,
-    norms: MakeNorms | None = None,
-    clip: float = 0.0,
-    shared_cache: Sequence[int | None] | None = None,
-    is_ready: bool = False,
-) -> Part:
+    *, sizes: HeadSizes | Sequence[HeadSizes] | None = None, prefix: str = "self_attn.", qkv: MakeQkv | None = None,
+    out: str = "o_proj", transpose: bool = False, bias: bool = False, qkv_bias: bool | None = None,
+    out_bias: bool | None = None, rotary: Sequence[int | None] | None = None,
+    scale: float | Sequence[float] | None = None, window: int | Sequence[int] = 0, chunk: int | Sequence[int] = 0,
+    softcap: float | None = None, has_sinks: bool | Sequence[bool] = False, sinks: str = "sinks", factor: float = 1.0,
+    after: str = "", gate: Callable[[Layer, str], Gate] | None = None, norms: MakeNorms | None = None,
+    clip: float = 0.0, shared_cache: Sequence[int | None] | None = None, is_ready: bool = False,
+) -> Part:  # fmt: skip
     """Self-attention. What is a sequence has one value for each layer.
 
     sizes, rotary: those of the model by default
@@ -169,18 +154,10 @@ def row_norms(layer: Layer, sizes: HeadSizes) -> HeadNorms:
 
 
 def feed_forward(
-    *,
-    size: int | None = None,
-    prefix: str = "mlp.",
-    names: tuple[str, ...] | None = None,
-    bias: bool = False,
-    transpose: bool = False,
-    activation: Activation | None = None,
-    factor: float = 1.0,
-    after: str = "",
-    target: str = RESIDUAL,
-    add: bool = True,
-) -> Part:
+    *, size: int | None = None, prefix: str = "mlp.", names: tuple[str, ...] | None = None, bias: bool = False,
+    transpose: bool = False, activation: Activation | None = None, factor: float = 1.0, after: str = "",
+    target: str = RESIDUAL, add: bool = True,
+) -> Part:  # fmt: skip
     """A feed-forward part of `intermediate_size`, whose result is added to the residual, or to another target.
 
     names: of the linears up to the activation, side by side, and of the one after it
@@ -205,29 +182,22 @@ def feed_forward(
 
 
 def mixture(
-    experts: int,
-    size: int,
-    router: Mapping[str, Any],
-    *,
-    shared: int = 0,
-    shared_prefix: str = "mlp.shared_experts.",
-    shared_bias: bool = False,
-    beside: Part | None = None,
-    sparse: Sequence[bool] | None = None,
-    dense: Part | None = None,
-    after: str = "",
-    **options: Any,
-) -> Part:
+    model: Builder, router: Mapping[str, Any], *, size: int | None = None, num_shared: int = 0, shared: int = 0,
+    shared_prefix: str = "mlp.shared_experts.", shared_bias: bool = False, beside: Part | None = None,
+    sparse: Sequence[bool] | None = None, dense: Part | None = None, after: str = "", **options: Any,
+) -> Part:  # fmt: skip
     """Experts of `size` numbers, and a feed-forward part for all tokens beside them.
 
     router:  see `Layer.route`
-    shared:  numbers of the part beside them, 0 for none; or it is `beside`
+    size:    `moe_intermediate_size` by default
+    num_shared: how many experts' size the part beside them has, 0 for none; or `shared` is its size, or it is `beside`
     sparse:  which layers have experts; the others have `dense`, by default a feed-forward part
     after:   the name of the norm of their sum
     options: see `Layer.experts`
     """
     target, plain = "added" if after else RESIDUAL, dense or feed_forward(after=after)
-    if shared:
+    experts, size = num_experts(model.config), model.config.whole("moe_intermediate_size") if size is None else size
+    if shared := shared or num_shared * size:
         beside = feed_forward(size=shared, prefix=shared_prefix, bias=shared_bias, target=target)
 
     def feed(layer: Layer, source: str) -> None:
@@ -241,6 +211,11 @@ def mixture(
             layer.add_normed(after)
 
     return feed
+
+
+def num_experts(config: ConfigReader) -> int:
+    """By the names that classes have for it."""
+    return int(config.first("n_routed_experts", "moe_num_experts", "num_experts", "num_local_experts"))
 
 
 def side_by_side(first: Part, second: Part, norm: str) -> tuple[Part, Part]:
@@ -259,19 +234,10 @@ def by_kind(kinds: Sequence[str], **parts: Part) -> Part:
 
 
 def decoder(
-    model: Builder,
-    *parts: Part,
-    norms: Sequence[str | None] = ("input_layernorm", "post_attention_layernorm"),
-    root: str = "model.",
-    embed: str = "embed_tokens",
-    layers: str = "layers",
-    final: str = "norm",
-    scale: float = 1.0,
-    positions: str = "",
-    offset: int = 0,
-    before: Callable[[], None] | None = None,
-    **head: Any,
-) -> None:
+    model: Builder, *parts: Part, norms: Sequence[str | None] = ("input_layernorm", "post_attention_layernorm"),
+    root: str = "model.", embed: str = "embed_tokens", layers: str = "layers", final: str = "norm", scale: float = 1.0,
+    positions: str = "", offset: int = 0, before: Callable[[], None] | None = None, **head: Any,
+) -> None:  # fmt: skip
     """A decoder: an embedding, in every layer a norm before each part, and a head.
 
     norms:  their names; an empty one: the part reads the residual as it is; None: it reads what the one before reads
@@ -296,8 +262,3 @@ def decoder(
 def every(period: int, count: int, *, at: int = -1) -> list[str]:
     """Types of layers: full attention in one of each `period`, by default the last, and windows in the others."""
     return ["full_attention" if i % period == at % period else "sliding_attention" for i in range(count)]
-
-
-def sparse_by_type(kinds: Sequence[str]) -> list[bool]:
-    """Which layers have experts, by `mlp_layer_types`."""
-    return [kind == "sparse" for kind in kinds]

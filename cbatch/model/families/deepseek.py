@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind, deinterleaved, rows_of
-from cbatch.model.families.decoder import Part, attention, decoder, family, feed_forward, mixture, sparse_by_type
-from cbatch.model.families.experts import biased_router, num_experts
+from cbatch.model.families.decoder import Part, attention, decoder, family, feed_forward, mixture
+from cbatch.model.families.experts import biased_router
 from cbatch.model.families.rotary import read_rotary, rope_settings, yarn_mscale
 from cbatch.model.ops.all import Gather, Linear, Normalize
 
@@ -81,7 +81,7 @@ def _columns(heads: int, plain: int, rotated: int, value_dim: int, latent: int) 
 def _read(model: Builder) -> None:
     """Heads are those of the latent attention."""
     model.norm = NormKind(model.config["rms_norm_eps"])
-    model.read_activation()
+    model.activation = model.read_activation()
 
 
 @family("deepseek_v2")
@@ -90,7 +90,6 @@ def deepseek_v2(model: Builder) -> None:
     config = model.config
     _read(model)
     attend, bias = _latent_attention(model), config.flag("mlp_bias")
-    size, shared = config.whole("moe_intermediate_size"), int(config.get("n_shared_experts") or 0)
     grouped = config.expect("topk_method", "greedy", "group_limited_greedy") == "group_limited_greedy"
     groups, top_groups = (config.whole("n_group"), config.whole("topk_group")) if grouped else (1, 1)
     config.ignore("n_group", "topk_group", "intermediate_size")
@@ -98,7 +97,7 @@ def deepseek_v2(model: Builder) -> None:
               "factor": config.number("routed_scaling_factor")}  # fmt: skip
     dense = config.whole("first_k_dense_replace")
     feed = mixture(
-        num_experts(config, "n_routed_experts"), size, router, shared=shared * size, shared_bias=bias,
+        model, router, num_shared=int(config.get("n_shared_experts") or 0), shared_bias=bias,
         sparse=[i >= dense for i in model.numbers], dense=feed_forward(bias=bias),
     )  # fmt: skip
     decoder(model, attend, feed)
@@ -119,21 +118,15 @@ def deepseek_v3(model: Builder) -> None:
     attend = _latent_attention(model, part=1.0 if kind == "glm4_moe_lite" else None, is_interleaved=is_interleaved)
     if kind in _INDEXED:
         config.ignore(
-            "index_head_dim",
-            "index_n_heads",
-            "index_topk_freq",
-            "index_topk_pattern",
-            "indexer_types",
-            "index_skip_topk_offset",
-            "layer_types",
-        )
-        end_where_index_chooses(model, config.whole("index_topk", 2048))
-    size, shared = config.whole("moe_intermediate_size"), int(config.first("n_shared_experts", "num_shared_experts"))
+            "index_head_dim", "index_n_heads", "index_topk_freq", "index_topk_pattern", "indexer_types",
+            "index_skip_topk_offset", "layer_types",
+        )  # fmt: skip
+        end_where_index_chooses(model, config.whole("index_topk"))
     config.ignore("intermediate_size")
     model.spare.append(rf"model\.layers\.{model.num_layers}\..*")
     router = biased_router(config) | ({"scores": "softmax", "choice_bias": ""} if kind == "mistral4" else {})
     feed = mixture(
-        num_experts(config, "n_routed_experts"), size, router, shared=shared * size,
+        model, router, num_shared=int(config.first("n_shared_experts", "num_shared_experts")),
         sparse=_sparse_layers(model), dense=feed_forward(), after="post_mlp_layernorm" if kind == "axk1" else "",
     )  # fmt: skip
     decoder(model, attend, feed)
@@ -154,13 +147,11 @@ def end_where_index_chooses(
 
 def _sparse_layers(model: Builder) -> list[bool]:
     config, kind = model.config, model.kind
-    if kind in ("glm4_moe_lite", "axk1", *_INDEXED) and (kinds := config.get("mlp_layer_types")):
-        config.ignore("first_k_dense_replace", "moe_layer_freq")
-        return sparse_by_type(kinds)
-    default = 0 if kind == "mistral4" else 3 if kind in ("deepseek_v3", "kimi_k2", *_INDEXED) else 1
-    dense = 1 if kind == "glm4_moe_lite" else config.whole("first_k_dense_replace", default)
+    config.ignore("first_k_dense_replace", "moe_layer_freq")
+    if kind in ("glm4_moe_lite", "axk1", *_INDEXED) and config.get("mlp_layer_types"):
+        return model.sparse_by_type(())
+    dense = 1 if kind == "glm4_moe_lite" else config.whole("first_k_dense_replace")
     period = config.whole("moe_layer_freq") if kind == "axk1" else 1
-    config.ignore("first_k_dense_replace")
     return [layer >= dense and layer % period == 0 for layer in model.numbers]
 
 
@@ -178,4 +169,4 @@ def minicpm3(model: Builder) -> None:
     is_interleaved = not is_minicpm and config.flag("rope_interleave")
     attend = _latent_attention(model, is_interleaved=is_interleaved, factor=factor)
     feed = feed_forward(bias=is_minicpm and config.flag("mlp_bias"), factor=factor)
-    decoder(model, attend, feed, scale=embedding, tied_by_default=True, factor=logits)
+    decoder(model, attend, feed, scale=embedding, factor=logits)

@@ -16,8 +16,8 @@ from cbatch.model.families.decoder import (
     feed_forward,
     head_norms,
     mixture,
+    num_experts,
     row_norms,
-    sparse_by_type,
 )
 from cbatch.model.families.llama import hunyuan_attention
 from cbatch.model.ops.all import Activation, Gate, HeadNorms, Linear, Matrix, Rotary
@@ -45,10 +45,6 @@ def sparse_layers(config: ConfigReader, layers: int, dense: Sequence[int] = ()) 
     return [layer not in (dense if given is None else given) and (layer + 1) % period == 0 for layer in range(layers)]
 
 
-def num_experts(config: ConfigReader, *keys: str) -> int:
-    return int(config.first(*keys, "num_experts", "num_local_experts"))
-
-
 @family("mixtral", "minimax_m2")
 def mixtral(model: Builder) -> None:
     """MiniMax has norms of all queries together, rotates a part of each head, and has sigmoids in its router."""
@@ -62,10 +58,8 @@ def mixtral(model: Builder) -> None:
         model.rotary = model.read_rotary(part=float(config.get("rotary_dim") or head_dim) / head_dim)
         router |= {"scores": "sigmoid", "choice_bias": prefix + _CHOICE_BIAS}
     window = int(config.get("sliding_window") or 0) if is_mixtral else 0
-    feed = mixture(
-        num_experts(config), config.whole("intermediate_size"), router, prefix=prefix + "experts.",
-        names=("w1", "w3", "w2"),
-    )  # fmt: skip
+    size, names = config.whole("intermediate_size"), ("w1", "w3", "w2")
+    feed = mixture(model, router, size=size, prefix=prefix + "experts.", names=names)
     decoder(model, attention(window=window, norms=None if is_mixtral else row_norms), feed)
 
 
@@ -75,15 +69,15 @@ def qwen_moe(model: Builder) -> None:
     config, kind = model.config, model.kind
     model.read(has_rotary=False)
     is_olmo, is_post, is_qwen2 = "olmo" in kind, kind == "flex_olmo", kind == "qwen2_moe"
-    bias = config.flag("qkv_bias" if is_qwen2 else "attention_bias", is_qwen2)
+    bias = config.flag("qkv_bias" if is_qwen2 else "attention_bias")
     windows, size = _qwen_windows(model), config.whole("intermediate_size" if is_olmo else "moe_intermediate_size")
     config.ignore("intermediate_size")
     if kind == "mellum":
         types = model.layer_types(["full_attention"] * model.num_layers)
         rotary = [model.read_rotary(layer_type=one) for one in types]
-        is_sparse = sparse_by_type(config.get("mlp_layer_types") or ["sparse"] * model.num_layers)
+        is_sparse = model.sparse_by_type([True] * model.num_layers)
         model.spare.append(r"mtp\..*")
-        config.ignore("num_mtp_layers", "num_nextn_predict_layers")
+        config.ignore("num_nextn_predict_layers")
     else:
         rotary = [model.read_rotary()] * model.num_layers
         is_sparse = [True] * model.num_layers if is_olmo else sparse_layers(config, model.num_layers)
@@ -93,12 +87,10 @@ def qwen_moe(model: Builder) -> None:
         clip=float(config.get("clip_qkv") or 0.0) if kind == "olmoe" else 0.0,
         after="post_attention_layernorm" if is_post else "",
     )  # fmt: skip
-    normalize = config.flag("norm_topk_prob", kind in ("mellum", "qwen3_omni_moe_text"))
+    normalize = config.flag("norm_topk_prob") or kind == "qwen3_vl_moe_text"
     feed = mixture(
-        num_experts(config), size,
-        {"scores": "softmax", "normalize": normalize or kind == "qwen3_vl_moe_text"}, sparse=is_sparse,
-        dense=feed_forward(), after="post_feedforward_layernorm" if is_post else "",
-        beside=gated_shared_expert if is_qwen2 else None,
+        model, {"scores": "softmax", "normalize": normalize}, size=size, sparse=is_sparse,
+        after="post_feedforward_layernorm" if is_post else "", beside=gated_shared_expert if is_qwen2 else None,
     )  # fmt: skip
     decoder(model, attend, feed, norms=("", "") if is_post else ("input_layernorm", "post_attention_layernorm"))
 
@@ -127,7 +119,7 @@ def _qwen_windows(model: Builder) -> list[int]:
         return [window] * model.num_layers
     last = config.whole("max_window_layers")
     kinds = ["sliding_attention" if (i + 1) % 2 and i < last else "full_attention" for i in model.numbers]
-    return model.windows(kinds, window=window)
+    return model.windows(kinds)
 
 
 @family("gpt_oss")
@@ -138,39 +130,54 @@ def gpt_oss(model: Builder) -> None:
             "truncate": False, "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0}  # fmt: skip
     is_given = config.get("rope_parameters") or config.get("rope_scaling")
     config.ignore("rope_theta")
-    model.read(key="", settings=None if is_given else yarn)
-    windows = model.windows(every(2, model.num_layers), window=config.whole("sliding_window"))
-    limit, slope = config.number("swiglu_limit"), config.number("swiglu_alpha")
-    model.activation = Activation("silu", limit=limit, slope=slope, up_offset=1.0)
+    model.read(activation=clipped_silu(config), settings=None if is_given else yarn)
     feed = mixture(
-        num_experts(config), config.whole("intermediate_size"),
-        {"name": "mlp.router", "bias": True, "scores": "softmax_of_chosen"},
-        names=STACKED, stacked=True, transpose=True, bias=True, interleaved=True,
+        model, {"name": "mlp.router", "bias": True, "scores": "softmax_of_chosen"},
+        size=config.whole("intermediate_size"), names=STACKED, stacked=True, transpose=True, bias=True,
+        interleaved=True,
     )  # fmt: skip
+    windows = model.windows(every(2, model.num_layers))
     attend = attention(bias=config.flag("attention_bias"), window=windows, has_sinks=True)
     decoder(model, attend, feed)
 
 
-@family("ernie4_5_moe")
+def clipped_silu(config: ConfigReader) -> Activation:
+    """GPT-OSS' activation."""
+    return Activation(
+        "silu", limit=config.number("swiglu_limit"), slope=config.number("swiglu_alpha"), up_offset=1.0
+    )  # fmt: skip
+
+
+@family("ernie4_5_moe", "ernie4_5_vl_moe_text")
 def ernie_moe(model: Builder) -> None:
-    """A bias for the choice of experts, shared experts, and dense layers at the beginning."""
-    config = model.config
+    """A bias for the choice of experts, shared experts, and dense layers at the beginning.
+
+    Tokens of pictures have experts of their own, which follow those of text in the files.
+    """
+    config, has_pictures = model.config, model.kind == "ernie4_5_vl_moe_text"
     model.read(is_interleaved=True)
-    size = config.whole("moe_intermediate_size")
-    first, last = config.whole("moe_layer_start_index"), config.whole("moe_layer_end_index")
-    last, period = (model.num_layers - 1 if last < 0 else last), config.whole("moe_layer_interval")
-    bias, shared = config.flag("use_bias"), config.whole("moe_num_shared_experts")
-    model.spare.append(r".*mtp.*")
     router = {
-        "top_k": int(config.first("moe_k", "num_experts_per_tok")), "scores": "softmax", "normalize": True,
-        "choice_bias": f"mlp.moe_statics.{_CHOICE_BIAS}", "choice_shape": (1,),
+        "top_k": config.whole("moe_k"), "scores": "softmax", "normalize": True, "transpose": has_pictures,
+        "choice_bias": f"mlp.moe_statics.{_CHOICE_BIAS}", "choice_shape": (1 + has_pictures,),
         "least_sum": config.number("moe_norm_min"),
     }  # fmt: skip
+    if has_pictures:
+        size, _ = config.get("moe_intermediate_size") or (1536, 512)
+        count = num_experts(config)
+        others = "|".join(map(str, range(count, 2 * count)))
+        model.spare += [rf".*\.mlp\.experts\.({others})\..*", r".*\.mlp\.gate\.weight_1"]
+        sparse = model.sparse_by_type([number > 0 for number in model.numbers])
+    else:
+        size, period = config.whole("moe_intermediate_size"), config.whole("moe_layer_interval")
+        first, last = config.whole("moe_layer_start_index"), config.whole("moe_layer_end_index")
+        last = model.num_layers - 1 if last < 0 else last
+        model.spare.append(r".*mtp.*")
+        sparse = [first <= i <= last and (i + 1) % period == 0 for i in model.numbers]
+    bias, shared = config.flag("use_bias"), config.whole("moe_num_shared_experts")
     feed = mixture(
-        num_experts(config, "moe_num_experts"), size, router, shared=shared * size, shared_bias=bias,
-        sparse=[first <= i <= last and (i + 1) % period == 0 for i in model.numbers], dense=feed_forward(bias=bias),
-    )  # fmt: skip
-    decoder(model, attention(bias=bias), feed, tied_by_default=True)
+        model, router, size=size, num_shared=shared, shared_bias=bias, sparse=sparse, dense=feed_forward(bias=bias)
+    )
+    decoder(model, attention(bias=bias), feed)
 
 
 @family("glm4_moe", "glm4v_moe_text", "dots1", "exaone_moe", "solar_open", "sarvam_moe")
@@ -180,16 +187,12 @@ def biased_moe(model: Builder) -> None:
     Sarvam has one linear for queries, keys and values.
     """
     config, kind, is_exaone, is_sarvam = model.config, model.kind, *(model.kind == one for one in _OTHERS)
-    parts = {"glm4_moe": 0.5, "glm4v_moe_text": 0.5, "solar_open": 1.0, "sarvam_moe": 1.0}
-    model.read(part=parts.get(kind))
-    bias = config.flag("attention_bias", config.flag("use_qkv_bias", kind == "glm4v_moe_text")) and not is_exaone
-    has_norms = kind in ("dots1", "exaone_moe") or (
-        kind in ("glm4_moe", "sarvam_moe") and config.flag("use_qk_norm", is_sarvam)
-    )
-    windows, size = _biased_windows(model), config.whole("moe_intermediate_size")
-    shared = int(config.first("n_shared_experts", "num_shared_experts"))
-    dense = 0 if kind == "solar_open" else config.whole("first_k_dense_replace", 0 if kind == "dots1" else 1)
-    kinds = config.get("mlp_layer_types") if is_exaone else None
+    model.read(part=1.0 if kind == "solar_open" else None)
+    bias = config.flag("attention_bias") and not is_exaone
+    has_norms = kind in ("dots1", "exaone_moe") or (kind in ("glm4_moe", "sarvam_moe") and config.flag("use_qk_norm"))
+    windows = _biased_windows(model)
+    dense = 0 if kind == "solar_open" else config.whole("first_k_dense_replace")
+    sparse = [i >= dense for i in model.numbers]
     config.ignore("first_k_dense_replace", "intermediate_size")
     model.spare += [rf"model\.layers\.{model.num_layers}\..*", r"mtp\..*"]
     attend = attention(
@@ -201,8 +204,8 @@ def biased_moe(model: Builder) -> None:
     )  # fmt: skip
     choice_bias = "mlp.gate.expert_bias" if is_sarvam else ("mlp." if is_exaone else "mlp.gate.") + _CHOICE_BIAS
     feed = mixture(
-        num_experts(config, "n_routed_experts"), size, biased_router(config, choice_bias), shared=shared * size,
-        sparse=sparse_by_type(kinds) if kinds else [i >= dense for i in model.numbers],
+        model, biased_router(config, choice_bias), sparse=model.sparse_by_type(sparse) if is_exaone else sparse,
+        num_shared=int(config.first("n_shared_experts", "num_shared_experts")),
     )  # fmt: skip
     decoder(model, attend, feed, embed="word_embeddings" if is_sarvam else "embed_tokens")
 
@@ -218,13 +221,12 @@ def _sarvam_qkv(layer: Layer, sizes: HeadSizes, *, bias: bool) -> Matrix:
 def _biased_windows(model: Builder) -> list[int]:
     config = model.config
     if model.kind == "exaone_moe":
-        kinds = every(config.whole("sliding_window_pattern"), model.num_layers)
-        return model.windows(kinds, window=config.whole("sliding_window"))
+        return model.windows(every(config.whole("sliding_window_pattern"), model.num_layers))
     if model.kind == "dots1":
         first = config.whole("max_window_layers")
         is_windowed = config.get("sliding_window") is not None
         kinds = ["sliding_attention" if is_windowed and i >= first else "full_attention" for i in model.numbers]
-        return model.windows(kinds, window=int(config.get("sliding_window") or 0))
+        return model.windows(kinds)
     return [0] * model.num_layers
 
 
@@ -233,13 +235,13 @@ def hunyuan_moe(model: Builder) -> None:
     """HunYuan with experts in every layer, beside a shared one."""
     config = model.config
     attend = hunyuan_attention(model)
-    top_k, inner = config.first("moe_topk", "num_experts_per_tok"), config.whole("intermediate_size")
+    top_k, inner = config["moe_topk"], config.whole("intermediate_size")
     if isinstance(top_k, list):
         if len(set(top_k)) != 1:
             raise UnsupportedConfig("its layers choose different numbers of experts")
         top_k = top_k[0]
     router = {"name": "mlp.gate.wg", "top_k": int(top_k), "scores": "softmax", "normalize": True}
-    feed = mixture(num_experts(config), inner, router, shared=inner, shared_prefix="mlp.shared_mlp.")
+    feed = mixture(model, router, size=inner, num_shared=1, shared_prefix="mlp.shared_mlp.")
     decoder(model, attend, feed)
 
 
@@ -248,10 +250,10 @@ def hy_v3(model: Builder) -> None:
     """Norms of queries and keys, and experts by sigmoids with a bias for the choice."""
     config = model.config
     model.read()
-    bias, kinds = config.flag("mlp_bias"), config.get("mlp_layer_types")
+    bias, sparse = config.flag("mlp_bias"), model.sparse_by_type([i >= 1 for i in model.numbers])
+    config.ignore("enable_moe_fp32_combine")
     feed = _sigmoid_experts(
-        model, config.number("router_scaling_factor"), config.whole("num_shared_experts"),
-        sparse=sparse_by_type(kinds) if kinds else [i >= 1 for i in model.numbers], dense=feed_forward(bias=bias),
+        model, config.number("router_scaling_factor"), sparse=sparse, dense=feed_forward(bias=bias),
         shared_prefix="mlp.shared_mlp.", shared_bias=bias,
     )  # fmt: skip
     decoder(model, attention(bias=config.flag("attention_bias"), norms=head_norms()), feed)
@@ -262,14 +264,9 @@ def afmoe(model: Builder) -> None:
     """HY 3 with norms on both sides and gates after attention; it rotates only in its windows."""
     config, hidden = model.config, model.hidden_size
     model.read()
-    kinds = every(config.whole("global_attn_every_n_layers"), model.num_layers)
-    windows = model.windows(kinds, window=config.whole("sliding_window"))
-    dense = config.whole("num_dense_layers")
-    feed = _sigmoid_experts(
-        model, config.number("route_scale"), config.whole("num_shared_experts"),
-        sparse=[i >= dense for i in model.numbers], after="post_mlp_layernorm",
-    )  # fmt: skip
-
+    windows = model.windows(every(config.whole("global_attn_every_n_layers"), model.num_layers))
+    sparse = [i >= config.whole("num_dense_layers") for i in model.numbers]
+    feed = _sigmoid_experts(model, config.number("route_scale"), sparse=sparse, after="post_mlp_layernorm")
     attend = attention(
         bias=config.flag("attention_bias"), rotary=[model.rotary if window else None for window in windows],
         window=windows, gate=output_gate, norms=head_norms(), after="post_attention_layernorm",
@@ -286,16 +283,12 @@ def output_gate(layer: Layer, source: str) -> Gate:
     return Gate("gate", "attended")
 
 
-def _sigmoid_experts(model: Builder, factor: float, shared: int, **options: Any) -> Part:
+def _sigmoid_experts(model: Builder, factor: float, **options: Any) -> Part:
     """factor: of the experts' weights; options: see `mixture`"""
-    config, size = model.config, model.config.whole("moe_intermediate_size")
-    config.ignore(
-        "first_k_dense_replace", "n_group", "topk_group", "enable_moe_fp32_combine", "num_nextn_predict_layers"
-    )
     model.spare.append(rf"model\.layers\.{model.num_layers}\..*")
     router = {"name": "mlp.router.gate", "scores": "sigmoid", "choice_bias": "mlp.expert_bias", "normalize": True,
               "epsilon": 1e-20, "factor": factor}  # fmt: skip
-    return mixture(num_experts(config), size, router, shared=shared * size, **options)
+    return mixture(model, router, num_shared=model.config.whole("num_shared_experts"), **options)
 
 
 @family("llama4_text")
@@ -305,10 +298,8 @@ def llama4(model: Builder) -> None:
     model.read(is_interleaved=True)
     is_tuned, interval = config.flag("attn_temperature_tuning"), config.whole("no_rope_layer_interval")
     has_rope = config.get("no_rope_layers") or [(i + 1) % interval != 0 for i in model.numbers]
-    chunk = config.whole("attention_chunk_size")
-    kinds = config.get("layer_types") or ["chunked_attention" if one else "full_attention" for one in has_rope]
-    if not set(kinds) <= {"chunked_attention", "full_attention"} or len(kinds) != model.num_layers:
-        raise UnsupportedConfig("it has layers of other types")
+    chunk, known = config.whole("attention_chunk_size"), ("full_attention", "chunked_attention")
+    kinds = model.layer_types([known[bool(one)] for one in has_rope], known)
     floor, beta = config.number("floor_scale"), config.number("attn_scale")
     scaled = model.add_rotary(Rotary((), scale_beta=beta, scale_floor=floor, scale_shift=1)) if is_tuned else None
     step, sparse = config.whole("interleave_moe_layer_step"), config.get("moe_layers")
@@ -325,7 +316,7 @@ def llama4(model: Builder) -> None:
         rotary=[model.rotary if has_rope[i] else scaled for i in model.numbers], norms=norms,
     )  # fmt: skip
     feed = mixture(
-        num_experts(config), inner, {"name": prefix + "router", "scores": "sigmoid_of_chosen"}, shared=inner,
+        model, {"name": prefix + "router", "scores": "sigmoid_of_chosen"}, size=inner, num_shared=1,
         shared_prefix=prefix + "shared_expert.", sparse=[i in sparse for i in model.numbers],
         dense=lambda layer, source: feed_forward(size=config["intermediate_size_mlp"], prefix=prefix)(layer, source),
         prefix=prefix + "experts.", names=STACKED, stacked=True, transpose=True, weigh_input=True,

@@ -28,9 +28,10 @@ def gemma(model: Builder) -> None:
     config = model.config
     config.expect("hidden_act", "gelu_pytorch_tanh", "gelu")
     config.expect("use_bidirectional_attention", None, False)
-    model.read(norm=NormKind(config["rms_norm_eps"], offset=1.0), key="", activation="gelu_pytorch_tanh")
+    model.read(norm=NormKind(config["rms_norm_eps"], offset=1.0))
+    model.activation = replace(model.activation, name="gelu_tanh")
     attend = attention(bias=config.flag("attention_bias"))
-    decoder(model, attend, feed_forward(), scale=model.hidden_size**0.5, tied_by_default=True)
+    decoder(model, attend, feed_forward(), scale=model.hidden_size**0.5)
 
 
 @family("gemma2", "vaultgemma", "gemma3_text")
@@ -40,8 +41,7 @@ def gemma2(model: Builder) -> None:
     Gemma 3 has norms of queries and keys instead of the softcap of scores, and other rotations in its windows.
     """
     config, kind, is_third = model.config, model.kind, model.kind.startswith("gemma3")
-    norm = NormKind(config.get("rms_norm_eps"), offset=1.0)
-    model.read(norm=norm, has_rotary=False, key="hidden_activation", activation="gelu_pytorch_tanh")
+    model.read(norm=NormKind(config.get("rms_norm_eps"), offset=1.0), has_rotary=False)
     windows = model.windows(every(config.whole("sliding_window_pattern", 6) if is_third else 2, model.num_layers))
     if is_third:
         rotary: Sequence[int | None] = model.read_rotaries(windows, config.number("rope_local_base_freq"))
@@ -62,7 +62,7 @@ def gemma2(model: Builder) -> None:
     )  # fmt: skip
     decoder(
         model, attend, feed_forward(after=after[1]), scale=model.hidden_size**0.5,
-        norms=("input_layernorm", "pre_feedforward_layernorm"), tied_by_default=True, softcap=final_softcap,
+        norms=("input_layernorm", "pre_feedforward_layernorm"), softcap=final_softcap,
     )  # fmt: skip
 
 
@@ -77,10 +77,10 @@ def gemma4(model: Builder) -> None:
     """Full attention has larger heads. The last layers read the keys and values of earlier ones."""
     config, hidden, layers = model.config, model.hidden_size, model.num_layers
     model.norm = NormKind(config.get("rms_norm_eps"))
-    model.read_activation("gelu_pytorch_tanh", "hidden_activation")
+    model.activation = model.read_activation()
     config.expect("use_bidirectional_attention", None, "vision")
     kinds = model.layer_types([*every(6, layers)[:-1], "full_attention"])
-    windows = model.windows(kinds, window=config.whole("sliding_window"))
+    windows = model.windows(kinds)
     per_layer = int(config.get("hidden_size_per_layer_input") or 0)
     bias = config.flag("attention_bias")
     first_shared = layers - config.whole("num_kv_shared_layers")
@@ -106,7 +106,7 @@ def gemma4(model: Builder) -> None:
 
     decoder(
         model, attend, feed, norms=("input_layernorm", "pre_feedforward_layernorm"), scale=hidden**0.5,
-        before=(lambda: _embed_per_layer(model, per_layer)) if per_layer else None, tied_by_default=True,
+        before=(lambda: _embed_per_layer(model, per_layer)) if per_layer else None,
         softcap=config.get("final_logit_softcapping"),
     )  # fmt: skip
 

@@ -46,8 +46,8 @@ def gpt2(model: Builder) -> None:
     config, is_bigcode = model.config, model.kind == "gpt_bigcode"
     is_single = is_bigcode and config.flag("multi_query")
     model.read(
-        norm=_layer_norm(config.get("layer_norm_epsilon")), has_rotary=False, key="activation_function",
-        activation="gelu_pytorch_tanh" if is_bigcode else "gelu_new", gated=False, kv_heads=1 if is_single else None,
+        norm=_layer_norm(config.get("layer_norm_epsilon")), has_rotary=False, gated=False,
+        kv_heads=1 if is_single else None,
     )  # fmt: skip
     config.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "reorder_and_upcast_attn")
     scale = model.sizes.head_dim**-0.5 if config.get("scale_attn_weights") else 1.0
@@ -62,7 +62,7 @@ def gpt2(model: Builder) -> None:
     feed = feed_forward(size=inner, names=("c_fc", "c_proj"), bias=True, transpose=transpose)
     decoder(
         model, attend, feed, norms=("ln_1", "ln_2"), root="transformer.", embed="wte", positions="wpe", layers="h",
-        final="ln_f", tied_by_default=True,
+        final="ln_f",
     )  # fmt: skip
 
 
@@ -76,8 +76,7 @@ def gpt_neox(model: Builder) -> None:
     if not is_neox:
         config.ignore("head_dim")
     model.read(
-        norm=_layer_norm(config.get("layer_norm_eps")), activation="gelu" if is_neox else "relu2", gated=False,
-        part=float(config.get("rotary_pct") or 0.25) if is_neox else 0.5,
+        norm=_layer_norm(config.get("layer_norm_eps")), gated=False, part=config["rotary_pct"] if is_neox else None,
         theta_key="rotary_emb_base" if is_neox else "rope_theta",
     )  # fmt: skip
     bias = config.flag("attention_bias") if is_neox else True
@@ -108,7 +107,7 @@ def falcon(model: Builder) -> None:
     heads = config.whole("num_attention_heads")
     shares, kv_heads = config.flag("multi_query"), int(config.get("num_kv_heads") or heads)
     model.read(
-        norm=_layer_norm(config.get("layer_norm_epsilon")), key="activation", activation="gelu", gated=False,
+        norm=_layer_norm(config.get("layer_norm_epsilon")), gated=False,
         kv_heads=kv_heads if is_new else 1 if shares else heads,
     )  # fmt: skip
     has_two = config.get("num_ln_in_parallel_attn") != 1 and is_new
@@ -120,7 +119,7 @@ def falcon(model: Builder) -> None:
     decoder(
         model, *(side_by_side(*parts, "ln_mlp") if has_two else parts),
         norms=("ln_attn" if has_two else "input_layernorm", None if is_parallel else "post_attention_layernorm"),
-        root="transformer.", embed="word_embeddings", layers="h", final="ln_f", tied_by_default=True,
+        root="transformer.", embed="word_embeddings", layers="h", final="ln_f",
     )  # fmt: skip
 
 
@@ -128,10 +127,8 @@ def falcon(model: Builder) -> None:
 def gptj(model: Builder) -> None:
     """Both parts read the same norm, and neighbours are rotated."""
     config, is_gptj = model.config, model.kind == "gptj"
-    model.read(
-        norm=_layer_norm(config.get("layer_norm_epsilon")), has_rotary=False, key="activation_function",
-        activation="gelu_new", gated=False, is_interleaved=is_gptj,
-    )  # fmt: skip
+    norm = _layer_norm(config.get("layer_norm_epsilon"))
+    model.read(norm=norm, has_rotary=False, gated=False, is_interleaved=is_gptj)
     width = config.whole("rotary_dim")
     model.sizes, model.rotary = replace(model.sizes, rotary_dim=width), model.add_rotary(read_rotary(config, width))
     inner = int(config.get("n_inner") or 4 * model.hidden_size)
@@ -156,10 +153,7 @@ def _codegen_qkv(layer: Layer, sizes: HeadSizes) -> Matrix:
 def gpt_neo(model: Builder) -> None:
     """GPT-2 whose scores are not scaled, with windows in some layers."""
     config = model.config
-    model.read(
-        norm=_layer_norm(config.get("layer_norm_epsilon")), has_rotary=False, key="activation_function",
-        activation="gelu_new", gated=False,
-    )  # fmt: skip
+    model.read(norm=_layer_norm(config.get("layer_norm_epsilon")), has_rotary=False, gated=False)
     given, window = config.get("attention_types") or [[["global", "local"], 12]], config.whole("window_size")
     kinds = config.get("attention_layers") or [kind for one, count in given for _ in range(count) for kind in one]
     if not set(kinds) <= {"global", "local"} or len(kinds) != model.num_layers:
@@ -172,7 +166,7 @@ def gpt_neo(model: Builder) -> None:
     )  # fmt: skip
     decoder(
         model, attend, feed_forward(size=inner, names=("c_fc", "c_proj"), bias=True), norms=("ln_1", "ln_2"),
-        root="transformer.", embed="wte", positions="wpe", layers="h", final="ln_f", tied_by_default=True,
+        root="transformer.", embed="wte", positions="wpe", layers="h", final="ln_f",
     )  # fmt: skip
 
 
@@ -180,10 +174,7 @@ def gpt_neo(model: Builder) -> None:
 def opt(model: Builder) -> None:
     """Learned positions from the third row of their table on."""
     config, is_opt, hidden = model.config, model.kind == "opt", model.hidden_size
-    model.read(
-        norm=_layer_norm(1e-5), has_rotary=False, key="activation_function" if is_opt else "hidden_act",
-        activation="relu" if is_opt else "gelu", gated=False,
-    )  # fmt: skip
+    model.read(norm=_layer_norm(1e-5), has_rotary=False, gated=False)
     if is_opt:
         for key, value in (("do_layer_norm_before", True), ("_remove_final_layer_norm", False),
                            ("layer_norm_elementwise_affine", True), ("word_embed_proj_dim", hidden)):  # fmt: skip
@@ -196,36 +187,27 @@ def opt(model: Builder) -> None:
         norms=("self_attn_layer_norm", "final_layer_norm"), root="model.decoder." if is_opt else "biogpt.",
         scale=hidden**0.5 if not is_opt and config.flag("scale_embedding") else 1.0,
         positions="embed_positions", offset=2, final="final_layer_norm" if is_opt else "layer_norm",
-        name="lm_head" if is_opt else "output_projection", tied_by_default=True,
+        name="lm_head" if is_opt else "output_projection",
     )  # fmt: skip
 
 
 @family("starcoder2", "nemotron", "jais2")
 def starcoder2(model: Builder) -> None:
     """LayerNorm and no gates. Nemotron adds 1 to the weights of norms, and rotates half of each head."""
-    config, kind, is_coder, is_nemotron = model.config, model.kind, model.kind == "starcoder2", model.kind == "nemotron"
+    config, kind, is_coder = model.config, model.kind, model.kind == "starcoder2"
     eps = config[{"starcoder2": "norm_epsilon", "nemotron": "norm_eps", "jais2": "layer_norm_eps"}[kind]]
-    model.read(
-        norm=_layer_norm(eps, offset=1.0 if is_nemotron else 0.0), part=0.5 if is_nemotron else None,
-        activation="gelu_pytorch_tanh" if is_coder else "relu2", gated=False,
-    )  # fmt: skip
-    if is_coder:
-        bias = mlp_bias = config.flag("use_bias")
-    else:
-        bias, mlp_bias = (config.flag(key, kind == "jais2") for key in ("attention_bias", "mlp_bias"))
+    model.read(norm=_layer_norm(eps, offset=float(kind == "nemotron")), gated=False)
+    bias, mlp_bias = (config.flag("use_bias" if is_coder else key) for key in ("attention_bias", "mlp_bias"))
     attend = attention(bias=bias, window=int(config.get("sliding_window") or 0) if is_coder else 0)
     feed = feed_forward(names=("c_fc", "c_proj") if is_coder else None, bias=mlp_bias)
-    decoder(model, attend, feed, tied_by_default=is_coder)
+    decoder(model, attend, feed)
 
 
 @family("stablelm", "phi")
 def stablelm(model: Builder) -> None:
     """LayerNorm, a part of each head is rotated; Phi, and StableLM if it says so, in parallel blocks."""
     config, is_phi = model.config, model.kind == "phi"
-    model.read(
-        norm=_layer_norm(config.get("layer_norm_eps")), part=0.5 if is_phi else 0.25,
-        activation="gelu_new" if is_phi else "silu", gated=not is_phi,
-    )  # fmt: skip
+    model.read(norm=_layer_norm(config.get("layer_norm_eps")), gated=not is_phi)
     is_parallel = is_phi or config.flag("use_parallel_residual")
     norms = head_norms(*LAYERNORMS) if is_phi else _norms
     attend = attention(

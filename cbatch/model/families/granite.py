@@ -18,9 +18,8 @@ def _experts(model: Builder, factor: float, names: Sequence[str], router: str, s
     """names: of the matrices up to the activation, and of those after it"""
     config, prefix = model.config, "block_sparse_moe."
     return mixture(
-        config.whole("num_local_experts"), config.whole("intermediate_size"),
-        {"name": prefix + router, "scores": "softmax_of_chosen"}, prefix=prefix, names=tuple(names), stacked=True,
-        factor=factor, beside=shared,
+        model, {"name": prefix + router, "scores": "softmax_of_chosen"}, size=config.whole("intermediate_size"),
+        prefix=prefix, names=tuple(names), stacked=True, factor=factor, beside=shared,
     )  # fmt: skip
 
 
@@ -40,12 +39,11 @@ def granite(model: Builder) -> None:
         rotary = [model.read_rotary()] * model.num_layers
     else:
         rotary = [model.read_rotary(base=theta) if theta else None for theta in thetas]
-    kinds, window = every(4, model.num_layers, at=0), config.whole("sliding_window") if has_windows else 0
     factor = config.number("residual_multiplier")
     attend = attention(
         bias=config.flag("attention_bias"), rotary=rotary, factor=factor, has_sinks=has_windows,
-        window=model.windows(kinds, window=window) if has_windows else 0,
-        scale=model.config.number("attention_multiplier"),
+        window=model.windows(every(4, model.num_layers, at=0)) if has_windows else 0,
+        scale=config.number("attention_multiplier"),
     )  # fmt: skip
     size = config.whole("shared_intermediate_size") if kind in ("granitemoeshared", "granitemoe_swa") else 0
     if has_experts:
@@ -53,12 +51,12 @@ def granite(model: Builder) -> None:
         feed = _experts(model, factor, *names, feed_forward(size=size, factor=factor, **_SHARED) if size else None)
     else:
         feed = feed_forward(bias=config.flag("mlp_bias"), factor=factor)
-    _decoder(model, attend, feed, tied_by_default=kind in ("granite_swa", "granite_docling_text"))
+    _decoder(model, attend, feed)
 
 
-def _decoder(model: Builder, *parts: Part, **options: Any) -> None:
+def _decoder(model: Builder, *parts: Part) -> None:
     scale, logits = model.config.number("embedding_multiplier"), 1 / model.config.number("logits_scaling")
-    decoder(model, *parts, scale=scale, factor=logits, **options)
+    decoder(model, *parts, scale=scale, factor=logits)
 
 
 @family("granitemoehybrid")
@@ -67,23 +65,14 @@ def granite_hybrid(model: Builder) -> None:
     config = model.config
     is_rotated = config.expect("position_embedding_type", None, "rope", "nope") == "rope"
     config.ignore(
-        "rope_parameters",
-        "rope_scaling",
-        "rope_theta",
-        "intermediate_size",
-        "mamba_chunk_size",
-        "num_experts_per_tok",
-        "layers_block_type",
+        "rope_parameters", "rope_scaling", "rope_theta", "intermediate_size", "mamba_chunk_size", "num_experts_per_tok"
     )
     config.expect("hidden_act", "silu")  # also after the convolutions
     model.read(has_rotary=is_rotated)
     factor, scale = config.number("residual_multiplier"), config.number("attention_multiplier")
-    # Older files call the layers otherwise.
-    known = ("full_attention", "attention", "linear_attention", "mamba")
     attend = attention(bias=config.flag("attention_bias"), factor=factor, scale=scale)
-    mamba = expanded_mamba(model, factor=factor)
-    kinds = model.layer_types(["mamba"] * model.num_layers, known)
-    mix = by_kind(kinds, full_attention=attend, attention=attend, linear_attention=mamba, mamba=mamba)
+    kinds = model.layer_types(["linear_attention"] * model.num_layers, ("full_attention", "linear_attention"))
+    mix = by_kind(kinds, full_attention=attend, linear_attention=expanded_mamba(model, factor=factor))
     feed = feed_forward(size=config.get("shared_intermediate_size"), factor=factor, **_SHARED)
     if config.whole("num_local_experts") > 0:
         feed = _experts(model, factor, *_STORED, feed)

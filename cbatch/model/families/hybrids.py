@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from cbatch.model.config import UnsupportedConfig
+from cbatch.model.config import ConfigReader, UnsupportedConfig
 from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind, rows_of
 from cbatch.model.families.decoder import (
     LAYERNORMS,
@@ -20,9 +21,10 @@ from cbatch.model.families.decoder import (
     feed_forward,
     head_norms,
     mixture,
+    num_experts,
     separate_qkv,
 )
-from cbatch.model.families.experts import biased_router, gated_shared_expert, num_experts, sparse_layers
+from cbatch.model.families.experts import biased_router, gated_shared_expert, sparse_layers
 from cbatch.model.families.mixers import (
     DeltaSizes,
     ScanSizes,
@@ -38,11 +40,9 @@ from cbatch.model.ops.all import Activation, Gate, Linear, Matrix, Norm, Normali
 @family("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 def qwen_hybrid(model: Builder) -> None:
     """Norms have weights around 0, but for those of the delta nets. Text needs none of the positions for pictures."""
-    config, is_dense, is_next = model.config, "moe" not in model.kind, model.kind == "qwen3_next"
-    is_dense = is_dense and not is_next
+    config, is_next = model.config, model.kind == "qwen3_next"
     config.expect("hidden_act", "silu")  # also after the convolutions
-    norm = NormKind(config.get("rms_norm_eps"), offset=1.0)
-    model.read(norm=norm, part=0.25)
+    model.read(norm=NormKind(config.get("rms_norm_eps"), offset=1.0))
     bias, interval = config.flag("attention_bias"), config.whole("full_attention_interval")
     kinds = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in model.numbers]
     kinds = model.layer_types(kinds, ("full_attention", "linear_attention"))
@@ -56,14 +56,11 @@ def qwen_hybrid(model: Builder) -> None:
     sizes = (config.whole(f"linear_{key}") for key in keys)
     delta = gated_delta_net(DeltaSizes(*sizes), _interleaved if is_next else _side_by_side)
     feed = feed_forward()
-    if not is_dense:
+    if model.kind != "qwen3_5_text":
         sparse = sparse_layers(config, model.num_layers) if is_next else [True] * model.num_layers
-        count = num_experts(config) if any(sparse) else 0
-        router = {"scores": "softmax", "normalize": config.flag("norm_topk_prob", True) if is_next else True}
-        feed = mixture(
-            count, config.whole("moe_intermediate_size"), router, sparse=[one and count > 0 for one in sparse],
-            beside=gated_shared_expert,
-        )  # fmt: skip
+        sparse = [one and num_experts(config) > 0 for one in sparse]
+        router = {"scores": "softmax", "normalize": config.flag("norm_topk_prob") if is_next else True}
+        feed = mixture(model, router, sparse=sparse, beside=gated_shared_expert)
     decoder(model, by_kind(kinds, full_attention=gated, linear_attention=delta), feed)
 
 
@@ -113,7 +110,8 @@ _LFM_NORMS = ("operator_norm", "ffn_norm")
 def lfm2(model: Builder) -> None:
     """One has experts after a few dense layers."""
     config, prefix = model.config, "feed_forward."
-    model.read(norm=NormKind(config.get("norm_eps")), key="")
+    model.read(norm=NormKind(config.get("norm_eps")))
+    config.ignore("tie_embedding")  # the files show it
     attends = config.get("full_attn_idxs") or list(model.numbers)
     kinds = ["full_attention" if i in attends else "conv" for i in model.numbers]
     mix = by_kind(
@@ -125,19 +123,16 @@ def lfm2(model: Builder) -> None:
         feed = feed_forward(size=_feed_forward_size(model), prefix=prefix, names=_LFM_NAMES)
     else:
         router = {
-            "name": prefix + "gate", "scores": "sigmoid", "normalize": config.flag("norm_topk_prob", True),
+            "name": prefix + "gate", "scores": "sigmoid", "normalize": config.flag("norm_topk_prob"),
             "choice_bias": prefix + "expert_bias" if config.get("use_expert_bias") else "", "epsilon": 1e-6,
             "factor": config.number("routed_scaling_factor"),
         }  # fmt: skip
-        dense, size = config.whole("num_dense_layers"), config.whole("intermediate_size")
+        sparse = [i >= config.whole("num_dense_layers") for i in model.numbers]
         feed = mixture(
-            config.whole("num_experts"), config.whole("moe_intermediate_size"), router, prefix=prefix + "experts.",
-            names=_LFM_NAMES, sparse=[i >= dense for i in model.numbers],
-            dense=feed_forward(size=size, prefix=prefix, names=_LFM_NAMES),
+            model, router, prefix=prefix + "experts.", names=_LFM_NAMES, sparse=sparse,
+            dense=feed_forward(size=config.whole("intermediate_size"), prefix=prefix, names=_LFM_NAMES),
         )  # fmt: skip
-    decoder(
-        model, mix, feed, norms=_LFM_NORMS, final="embedding_norm", tied_by_default=config.flag("tie_embedding", True)
-    )
+    decoder(model, mix, feed, norms=_LFM_NORMS, final="embedding_norm")
 
 
 def _feed_forward_size(model: Builder) -> int:
@@ -157,7 +152,7 @@ def _feed_forward_size(model: Builder) -> int:
 def lfm3(model: Builder) -> None:
     """Windows with rotations of their own, a gate for each head, and norms after each part."""
     config = model.config
-    model.read(norm=NormKind(config.first("norm_eps", "rms_norm_eps")), has_rotary=False, key="", head_dim=128)
+    model.read(norm=NormKind(config["norm_eps"]), has_rotary=False)
     kinds = ["conv" if i % 2 or i == 0 else "full_attention" if i % 4 == 2 else "sliding_attention"
              for i in model.numbers]  # fmt: skip
     kinds = model.layer_types(kinds, ("full_attention", "sliding_attention", "conv"))
@@ -186,7 +181,7 @@ def lfm3(model: Builder) -> None:
     conv = gated_convolution(config.whole("conv_L_cache"), bias=config.flag("conv_bias"), after=after[0])
     mix = by_kind(kinds, conv=conv, full_attention=attend, sliding_attention=attend)
     feed = feed_forward(prefix="feed_forward.", names=_LFM_NAMES, after=after[1])
-    decoder(model, mix, feed, norms=_LFM_NORMS, final="embedding_norm", tied_by_default=True)
+    decoder(model, mix, feed, norms=_LFM_NORMS, final="embedding_norm")
 
 
 _MAMBA_NORMS = "input_layernorm", "pre_ff_layernorm"
@@ -263,48 +258,31 @@ def _scaled_feed_forward(layer: Layer, source: str) -> None:
 def nemotron_h(model: Builder) -> None:
     """Each layer is one part: Mamba, attention without positions, a feed-forward part or experts, all without gates."""
     config, prefix = model.config, "mixer."
-    model.read(
-        norm=NormKind(config.get("layer_norm_epsilon")), has_rotary=False, key="mlp_hidden_act",
-        activation="relu2", gated=False, head_dim=128,
-    )  # fmt: skip
+    model.read(norm=NormKind(config.get("layer_norm_epsilon")), has_rotary=False, gated=False)
     config.expect("mamba_hidden_act", "silu")
     config.ignore(
-        "sliding_window",
-        "use_mamba_kernels",
-        "chunk_size",
-        "expand",
-        "time_step_max",
-        "time_step_limit",
-        "time_step_floor",
-        "mtp_layers_block_type",
-        "mtp_hybrid_override_pattern",
-        "num_logits_to_keep",
-        "intermediate_size",
-        "num_hidden_layers",
-        "rope_theta",
-        "rope_parameters",
-        "partial_rotary_factor",
-    )
+        "sliding_window", "use_mamba_kernels", "chunk_size", "expand", "time_step_max", "time_step_limit",
+        "time_step_floor", "mtp_layers_block_type", "mtp_hybrid_override_pattern", "num_logits_to_keep",
+        "intermediate_size", "rope_theta", "rope_parameters", "partial_rotary_factor",
+    )  # fmt: skip
     model.spare.append(r"mtp\..*")
-    scan = ScanSizes(
-        heads=config.whole("mamba_num_heads"),
-        head_dim=config.whole("mamba_head_dim"),
-        groups=config.whole("n_groups"),
-        state_size=config.whole("ssm_state_size"),
-        kernel=config.whole("conv_kernel"),
-        limits=(config.number("time_step_min"), math.inf),
-    )
-    kinds, bias = _nemotron_layers(model), config.flag("mlp_bias")
+    keys = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
+    scan = _scan_sizes(config, keys, (config.number("time_step_min"), math.inf))
+    older = [_LETTERS.get(letter, letter) for letter in config.get("hybrid_override_pattern") or ""]
+    kinds, bias = model.layer_types(older, list(_LETTERS.values())), config.flag("mlp_bias")
     parts = {
-        _MAMBA: mamba2(
-            scan, prefix=prefix, bias=config.flag("use_bias"), conv_bias=config.flag("use_conv_bias")
-        ),
+        _MAMBA: mamba2(scan, prefix=prefix, bias=config.flag("use_bias"), conv_bias=config.flag("use_conv_bias")),
         _ATTENTION: attention(prefix=prefix),
         _DENSE: feed_forward(prefix=prefix, bias=bias),
-    }  # fmt: skip
+    }
     if _EXPERTS in kinds:
         parts[_EXPERTS] = _nemotron_experts(model, prefix, bias=bias)
     decoder(model, by_kind(kinds, **parts), norms=("norm",), embed="embeddings", final="norm_f")
+
+
+def _scan_sizes(config: ConfigReader, keys: Sequence[str], limits: Sequence[float]) -> ScanSizes:
+    heads, head_dim, groups, state_size, kernel = map(config.whole, keys)
+    return ScanSizes(heads, head_dim, groups, state_size, kernel, limits)
 
 
 @family("mamba2")
@@ -316,12 +294,8 @@ def mamba2_alone(model: Builder) -> None:
     config.ignore(
         "chunk_size", "time_step_rank", "time_step_min", "time_step_max", "time_step_floor", "residual_in_fp32"
     )
-    heads, head_dim = config.whole("num_heads"), config.whole("head_dim")
-    low, high = map(number, config.get("time_step_limit") or (0.0, math.inf))
-    sizes = ScanSizes(
-        heads, head_dim, config.whole("n_groups"), config.whole("state_size"), config.whole("conv_kernel"),
-        (low, high),
-    )  # fmt: skip
+    keys = ("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel")
+    sizes = _scan_sizes(config, keys, [number(one) for one in config.get("time_step_limit") or (0.0, math.inf)])
     if sizes.inner != int(config.number("expand") * model.hidden_size):
         raise UnsupportedConfig("the heads of its recurrent layers do not fit its size")
     mix = mamba2(sizes, prefix="mixer.", bias=config.flag("use_bias"), conv_bias=config.flag("use_conv_bias"))
@@ -332,13 +306,12 @@ def mamba2_alone(model: Builder) -> None:
 def _nemotron_experts(model: Builder, prefix: str, *, bias: bool) -> Part:
     """Experts beside a feed-forward part for all tokens; those of Nemotron 3 Super may read and give a latent."""
     config, hidden, names = model.config, model.hidden_size, ("up_proj", "down_proj")
-    count, size = config.whole("n_routed_experts"), config.whole("moe_intermediate_size", 7688)
     shared, latent = config.whole("moe_shared_expert_intermediate_size"), config.get("moe_latent_size")
     router = {"name": prefix + "gate"} | biased_router(config, prefix + "gate.e_score_correction_bias")
     beside = feed_forward(size=shared, prefix=prefix + "shared_experts.", bias=bias)
     if latent is None:
-        return mixture(count, size, router, prefix=prefix + "experts.", names=names, beside=beside)
-    width = int(latent)
+        return mixture(model, router, prefix=prefix + "experts.", names=names, beside=beside)
+    count, size, width = num_experts(config), config.whole("moe_intermediate_size"), int(latent)
 
     def feed(layer: Layer, source: str) -> None:
         top_k = layer.route(source, count, **router)
@@ -352,15 +325,3 @@ def _nemotron_experts(model: Builder, prefix: str, *, bias: bool) -> Part:
         beside(layer, source)
 
     return feed
-
-
-def _nemotron_layers(model: Builder) -> list[str]:
-    config, kinds = model.config, model.config.get("layers_block_type")
-    if kinds is None:
-        kinds = [_LETTERS.get(letter, letter) for letter in config["hybrid_override_pattern"]]
-    older = {"mamba": _MAMBA, "attention": _ATTENTION}
-    found = [str(older.get(kind, kind)) for kind in kinds]
-    if not set(found) <= set(_LETTERS.values()) or len(found) != model.num_layers:
-        raise UnsupportedConfig("it has layers of other types")
-    config.ignore("hybrid_override_pattern")
-    return found

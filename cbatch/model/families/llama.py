@@ -24,12 +24,11 @@ def llama(model: Builder) -> None:
     if kind == "mimo":
         config.expect("attention_bias", True)
         model.spare.append(r"model\.mtp_layers\..*")
-    bias = is_qwen2 or config.flag("attention_bias", config.get("qkv_bias", kind == "seed_oss"))
+    bias = is_qwen2 or config.flag("attention_bias")
     out_bias = config.flag("attention_out_bias") if kind == "seed_oss" else bias and not is_qwen2
-    mlp_bias = config.flag("mlp_bias", config.get("bias", False))
     norms = head_norms() if kind.startswith("qwen3") else None
     attend = attention(qkv_bias=bias, out_bias=out_bias, window=_windows(model), norms=norms)
-    decoder(model, attend, feed_forward(bias=mlp_bias))
+    decoder(model, attend, feed_forward(bias=config.flag("mlp_bias")))
 
 
 def _windows(model: Builder) -> list[int]:
@@ -56,9 +55,7 @@ def _windows(model: Builder) -> list[int]:
 def exaone(model: Builder) -> None:
     """Llama with the names of GPT-2."""
     config = model.config
-    key = "activation_function" if config.has("activation_function") else "hidden_act"
-    norm = NormKind(config.first("rms_norm_eps", "layer_norm_epsilon"))
-    model.read(norm=norm, key=key)
+    model.read()
     decoder(
         model, attention(prefix="attn.attention.", out="out_proj", bias=config.flag("attention_bias")),
         feed_forward(names=("c_fc_0", "c_fc_1", "c_proj"), bias=config.flag("mlp_bias")), norms=("ln_1", "ln_2"),
@@ -77,7 +74,7 @@ def smollm3(model: Builder) -> None:
     kinds = ["sliding_attention" if is_windowed and not has_rope[i] else "full_attention" for i in model.numbers]
     rotary = [model.rotary if has_rope[i] else None for i in model.numbers]
     attend = attention(bias=config.flag("attention_bias"), rotary=rotary, window=model.windows(kinds))
-    decoder(model, attend, feed_forward(bias=config.flag("mlp_bias")), tied_by_default=True)
+    decoder(model, attend, feed_forward(bias=config.flag("mlp_bias")))
 
 
 @family("ministral3")
@@ -95,29 +92,24 @@ def ministral3(model: Builder) -> None:
 @family("arcee", "ernie4_5", "paddleocr_vl_text", "helium")
 def plain_kin(model: Builder) -> None:
     """Arcee's feed-forward part has no gate; ERNIE and Helium rotate neighbours."""
-    config, kind, is_arcee = model.config, model.kind, model.kind == "arcee"
+    config, kind = model.config, model.kind
     is_ernie = kind in ("ernie4_5", "paddleocr_vl_text")
-    model.read(
-        is_interleaved=kind in ("ernie4_5", "helium"), gated=not is_arcee,
-        activation="relu2" if is_arcee else "silu",
-    )  # fmt: skip
-    bias = mlp_bias = config.flag("use_bias" if is_ernie else "attention_bias")
-    if not is_ernie:
-        mlp_bias = config.flag("mlp_bias")
+    model.read(is_interleaved=kind in ("ernie4_5", "helium"), gated=kind != "arcee")
+    bias, mlp_bias = (config.flag("use_bias" if is_ernie else key) for key in ("attention_bias", "mlp_bias"))
     attend = attention(qkv_bias=bias, out_bias=bias and kind != "helium")
-    decoder(model, attend, feed_forward(bias=mlp_bias), tied_by_default=is_ernie)
+    decoder(model, attend, feed_forward(bias=mlp_bias))
 
 
 @family("apertus")
 def apertus(model: Builder) -> None:
     """Norms of queries and keys, and an activation with numbers of its own in each layer."""
     model.config.expect("hidden_act", "xielu")
-    model.read(key="")
+    model.read(activation=Activation("xielu", gated=False))
 
     def feed(layer: Layer, source: str) -> None:
         alphas = [replace(layer.weight(f"mlp.act_fn.alpha_{sign}", 1), function="softplus") for sign in "pn"]
         params = (*alphas, layer.weight("mlp.act_fn.beta"), layer.weight("mlp.act_fn.eps"))
-        feed_forward(activation=Activation("xielu", gated=False, params=params))(layer, source)
+        feed_forward(activation=replace(model.activation, params=params))(layer, source)
 
     attend = attention(bias=model.config.flag("attention_bias"), norms=head_norms())
     decoder(model, attend, feed, norms=("attention_layernorm", "feedforward_layernorm"))
@@ -126,8 +118,7 @@ def apertus(model: Builder) -> None:
 @family("hunyuan_v1_dense", "hunyuan_vl_text")
 def hunyuan(model: Builder) -> None:
     """Norms of queries and keys come after the rotation."""
-    model.config.ignore("attention_head_dim", "org_vocab_size")
-    decoder(model, hunyuan_attention(model), feed_forward(), tied_by_default=model.kind == "hunyuan_vl_text")
+    decoder(model, hunyuan_attention(model), feed_forward())
 
 
 def hunyuan_attention(model: Builder) -> Part:
@@ -151,7 +142,7 @@ def nanochat(model: Builder) -> None:
     """Norms without weights, also of the embedding; rotations go backwards, and queries and keys are normed after."""
     config = model.config
     norm = NormKind(config.get("rms_norm_eps"), has_weight=False)
-    model.read(norm=norm, has_rotary=False, activation="relu2", gated=False)
+    model.read(norm=norm, has_rotary=False, gated=False)
     forward = read_rotary(config, model.sizes.head_dim)
     model.rotary = model.add_rotary(replace(forward, inv_freq=tuple(-step for step in forward.inv_freq)))
     attend = attention(bias=config.flag("attention_bias"), norms=head_norms(last=True))
@@ -199,15 +190,14 @@ def _optional_windows(model: Builder) -> list[int]:
         return [0] * model.num_layers
     pattern = config.get("sliding_window_pattern")
     period = pattern if isinstance(pattern, int) else 4  # a word beside `layer_types`, which count
-    return model.windows(every(period, model.num_layers), window=config.whole("sliding_window"))
+    return model.windows(every(period, model.num_layers))
 
 
 @family("cohere", "cohere2")
 def cohere(model: Builder) -> None:
     """LayerNorm without bias, neighbours are rotated, logits scaled. Cohere 2 rotates only in its windows."""
     config, is_second = model.config, model.kind == "cohere2"
-    norm = NormKind(config.get("layer_norm_eps"), "layer")
-    model.read(norm=norm, is_interleaved=True)
+    model.read(norm=NormKind(config.get("layer_norm_eps"), "layer"), is_interleaved=True)
     kinds = every(config.whole("sliding_window_pattern", 4), model.num_layers)
     windows = model.windows(kinds) if is_second else [0] * model.num_layers
     has_norms = not is_second and config.flag("use_qk_norm")
@@ -216,7 +206,7 @@ def cohere(model: Builder) -> None:
         rotary=[model.rotary if window or not is_second else None for window in windows],
     )  # fmt: skip
     factor = 1.0 if config.is_wrapped else config.number("logit_scale")  # models with pictures do not scale logits
-    decoder(model, attend, feed_forward(), norms=("input_layernorm", None), tied_by_default=True, factor=factor)
+    decoder(model, attend, feed_forward(), norms=("input_layernorm", None), factor=factor)
 
 
 def _norms(layer: Layer, sizes: HeadSizes) -> HeadNorms:
@@ -233,7 +223,7 @@ def _norms(layer: Layer, sizes: HeadSizes) -> HeadNorms:
 @family("phi3")
 def phi3(model: Builder) -> None:
     """Queries, keys and values are one matrix, too. A context with long frequencies ends where the first one did."""
-    model.read(part=1.0, aliases={"su": "longrope", "yarn": "longrope"})
+    model.read(aliases={"su": "longrope", "yarn": "longrope"})
     attend = attention(
         qkv=lambda layer, sizes: layer.matrix("self_attn.qkv_proj", sum(sizes.columns), model.hidden_size),
         window=int(model.config.get("sliding_window") or 0),
@@ -244,10 +234,10 @@ def phi3(model: Builder) -> None:
 @family("glm", "glm4", "glm4v_text", "glm_ocr_text")
 def glm(model: Builder) -> None:
     """A part of each head is rotated, neighbours together. Those after the first have norms after each part, too."""
-    kind, bias = model.kind, model.config.flag("attention_bias", True)
+    kind, bias = model.kind, model.config.flag("attention_bias")
     bias = {"glm4v_text": True, "glm_ocr_text": False}.get(kind, bias)
     model.read(has_rotary=False, is_interleaved=True)
-    rotary = read_rotary(model.config, model.sizes.head_dim, part=0.5 if kind in ("glm", "glm4") else 1.0)
+    rotary = read_rotary(model.config, model.sizes.head_dim, part=1.0)
     model.rotary, model.sizes = model.add_rotary(rotary), replace(model.sizes, rotary_dim=2 * len(rotary.inv_freq))
     after = ("", "") if kind == "glm" else ("post_self_attn_layernorm", "post_mlp_layernorm")
     attend = attention(qkv_bias=bias, after=after[0])

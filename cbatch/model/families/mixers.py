@@ -90,17 +90,10 @@ class ScanSizes:
 
 
 def mamba2(
-    sizes: ScanSizes,
-    *,
-    prefix: str = "mamba.",
-    has_norm: bool = True,
-    gate_first: bool = True,
-    bias: bool = False,
-    conv_bias: bool = True,
-    out_bias: bool | None = None,
-    multipliers: Sequence[float] = (1.0,) * 5,
+    sizes: ScanSizes, *, prefix: str = "mamba.", has_norm: bool = True, gate_first: bool = True, bias: bool = False,
+    conv_bias: bool = True, out_bias: bool | None = None, multipliers: Sequence[float] = (1.0,) * 5,
     factor: float = 1.0,
-) -> Part:
+) -> Part:  # fmt: skip
     """A layer of Mamba 2, whose result is added to the residual.
 
     has_norm, gate_first: whether groups of the result are normed, and whether its gate comes before that

@@ -6,17 +6,8 @@ from dataclasses import replace
 
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.families.builder import Builder, Layer, NormKind
-from cbatch.model.families.decoder import (
-    attention,
-    decoder,
-    every,
-    family,
-    feed_forward,
-    head_norms,
-    mixture,
-    sparse_by_type,
-)
-from cbatch.model.families.experts import biased_router, num_experts, sparse_layers
+from cbatch.model.families.decoder import attention, decoder, every, family, feed_forward, head_norms, mixture
+from cbatch.model.families.experts import biased_router, sparse_layers
 from cbatch.model.families.rotary import rope_settings
 from cbatch.model.ops.all import Gate, Linear
 
@@ -34,12 +25,9 @@ def phimoe(model: Builder) -> None:
         rope["attention_factor"] = rope["long_mscale"]
     model.rotary = model.read_rotary(settings=rope)
     config.expect("num_experts_per_tok", 2)
-    jitter = config.number("router_jitter_noise", 0.01)
-    router = {"name": prefix + "gate", "scores": "sparse_mixer", "tolerance": 2 * jitter}
-    feed = mixture(
-        num_experts(config), config.whole("intermediate_size"), router, prefix=prefix + "experts.",
-        names=("w1", "w3", "w2"),
-    )  # fmt: skip
+    tolerance, size = 2 * config.number("router_jitter_noise"), config.whole("intermediate_size")
+    router = {"name": prefix + "gate", "scores": "sparse_mixer", "tolerance": tolerance}
+    feed = mixture(model, router, size=size, prefix=prefix + "experts.", names=("w1", "w3", "w2"))
     attend = attention(bias=config.flag("attention_bias"), window=int(config.get("sliding_window") or 0))
     decoder(model, attend, feed, bias=config.flag("lm_head_bias"))
 
@@ -48,8 +36,7 @@ def phimoe(model: Builder) -> None:
 def mimo_v2_flash(model: Builder) -> None:
     """Windows have sinks, twice the KV heads and another base. Files of its authors have other names for that."""
     config, layers = model.config, model.num_layers
-    norm = NormKind(config["rms_norm_eps"])
-    model.read(norm=norm, has_rotary=False, head_dim=192)
+    model.read(has_rotary=False)
     kv_heads = model.sizes.kv_heads
     if model.sizes.heads % (2 * kv_heads):
         raise UnsupportedConfig(f"its {model.sizes.heads} query heads cannot share {2 * kv_heads} KV heads")
@@ -77,12 +64,9 @@ def mimo_v2_flash(model: Builder) -> None:
         window=[window if one else 0 for one in is_windowed], has_sinks=is_windowed, sinks="attention_sink_bias",
         factor=1.0 if factor is None else float(factor),
     )  # fmt: skip
-    sparse, frequency = config.get("mlp_layer_types"), config.get("moe_layer_freq")
+    sparse = config.get("moe_layer_freq") or [0] + [1] * (layers - 1)
     model.spare.append(r"model\.mtp\..*")
-    feed = mixture(
-        num_experts(config, "n_routed_experts"), config.whole("moe_intermediate_size"), biased_router(config),
-        sparse=sparse_by_type(sparse) if sparse else [bool(one) for one in frequency or [0] + [1] * (layers - 1)],
-    )  # fmt: skip
+    feed = mixture(model, biased_router(config), sparse=model.sparse_by_type([bool(one) for one in sparse]))
     decoder(model, attend, feed)
 
 
@@ -91,10 +75,10 @@ def windowed_moe(model: Builder) -> None:
     """Windows rotate, and full attention only in Laguna. That has a gate for each head or number, Flint has sinks."""
     config, layers, kind = model.config, model.num_layers, model.kind
     is_laguna, is_kolibri, is_flint = (kind == one for one in ("laguna", "kolibri1", "flint"))
-    model.read(has_rotary=False, head_dim=128)
+    model.read(has_rotary=False)
     full = [is_laguna or i < 2 or i % 4 == 1 or i == layers - 1 for i in model.numbers]
     kinds = every(5, layers) if is_kolibri else ["full_attention" if one else "sliding_attention" for one in full]
-    windows = model.windows(kinds, window=config.whole("sliding_window"))
+    windows = model.windows(kinds)
     if is_laguna:
         usual = {"full_attention": {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
                  "sliding_attention": {"rope_theta": 1e4}}  # fmt: skip
@@ -128,18 +112,17 @@ def windowed_moe(model: Builder) -> None:
         "kolibri1": {"scores": "sigmoid_of_chosen", "choice_bias": "moe.router.expert_bias"},
         "flint": {"scores": "sigmoid"},
     }
-    normalize = is_laguna or config.flag("norm_topk_prob", is_flint)
-    factor = config.number("moe_routed_scaling_factor", 1.0) if is_laguna else 1.0
+    normalize = is_laguna or config.flag("norm_topk_prob")
+    factor = config.number("moe_routed_scaling_factor") if is_laguna else 1.0
     sparse = [True] * layers
     if is_laguna:
-        sparse = sparse_by_type(config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1))
+        sparse = model.sparse_by_type([i > 0 for i in model.numbers])
     elif is_flint:
         sparse = sparse_layers(config, layers, dense=[0, 1])
     feed = mixture(
-        num_experts(config), config.whole("moe_intermediate_size"),
-        {"normalize": normalize, "factor": factor, **routers[kind]},
-        shared=config.whole("shared_expert_intermediate_size", 1024 if is_flint else 512),
-        shared_prefix="mlp.shared_experts." if is_kolibri else "mlp.shared_expert.", sparse=sparse,
+        model, {"normalize": normalize, "factor": factor, **routers[kind]},
+        shared=config.whole("shared_expert_intermediate_size"), sparse=sparse,
+        shared_prefix="mlp.shared_experts." if is_kolibri else "mlp.shared_expert.",
         after="post_ffn_norm" if is_kolibri else "",
     )  # fmt: skip
     decoder(model, attend, feed)
@@ -151,11 +134,10 @@ def cohere2_moe(model: Builder) -> None:
     config = model.config
     eps, dense = config.get("rms_norm_eps"), config.whole("first_k_dense_replace")
     norm = NormKind(config.get("layer_norm_eps"), "layer") if eps is None else NormKind(eps)
-    model.read(norm=norm, is_interleaved=True, head_dim=128)
+    model.read(norm=norm, is_interleaved=True)
     periods = config.whole("prefix_dense_sliding_window_pattern"), config.whole("sliding_window_pattern")
     windows = model.windows(every(periods[0], dense) + every(periods[1], model.num_layers - dense))
-    kinds = config.get("mlp_layer_types") or ["dense"] * dense + ["sparse"] * (model.num_layers - dense)
-    sparse, shared = sparse_by_type(kinds), config.whole("num_shared_experts")
+    sparse, shared = model.sparse_by_type([i >= dense for i in model.numbers]), config.whole("num_shared_experts")
     is_rotated = [bool(window) or (periods[0] == 1 and not one) for window, one in zip(windows, sparse, strict=True)]
     is_softmax = config.expect("expert_selection_fn", "softmax", "sigmoid") == "softmax"
     mean = shared > 0 and config.expect("shared_expert_combination_strategy", "average", "sum") == "average"
@@ -166,14 +148,10 @@ def cohere2_moe(model: Builder) -> None:
     size, dense_size = config.whole("intermediate_size"), config.get("prefix_dense_intermediate_size")
     beside = feed_forward(size=size * shared, prefix="mlp.shared_experts.", factor=0.5 if mean else 1.0)
     feed = mixture(
-        num_experts(config), size, router, beside=beside if shared else None, sparse=sparse,
-        dense=feed_forward(size=dense_size),
-    )  # fmt: skip
+        model, router, size=size, beside=beside if shared else None, sparse=sparse, dense=feed_forward(size=dense_size)
+    )
     attend = attention(
         bias=config.flag("attention_bias"), window=windows,
         rotary=[model.rotary if one else None for one in is_rotated],
     )  # fmt: skip
-    decoder(
-        model, attend, feed, norms=("input_layernorm", None), tied_by_default=True,
-        factor=config.number("logit_scale"),
-    )  # fmt: skip
+    decoder(model, attend, feed, norms=("input_layernorm", None), factor=config.number("logit_scale"))

@@ -14,27 +14,22 @@ from cbatch.model.ops.all import Rotary
 
 
 def read_rotary(
-    config: ConfigReader,
-    head_dim: int,
-    *,
-    layer_type: str | None = None,
-    theta_key: str = "rope_theta",
-    part: float | None = None,
-    base: float | None = None,
-    settings: Mapping[str, Any] | None = None,
+    config: ConfigReader, head_dim: int, *, layer_type: str | None = None, theta_key: str = "rope_theta",
+    part: float | None = None, base: float | None = None, settings: Mapping[str, Any] | None = None,
     aliases: Mapping[str, str] | None = None,
-) -> Rotary:
+) -> Rotary:  # fmt: skip
     """The rotary settings of a model, or of its layers of one type.
 
     theta_key: of older files
-    part:      of a head that is rotated, of files that do not say it; None: the family rotates whole heads, unless
-               frequencies are scaled
+    part:      of a head that is rotated, if neither the file nor the class says it; without any of these, the family
+               rotates whole heads, unless frequencies are scaled
     base:      instead of what the file says
     settings:  instead of all that the file says
     aliases:   what the family understands by names of kinds
     Raises UnsupportedConfig for kinds that are not known.
     """
     rope = rope_settings(config, layer_type, theta_key, part)
+    has_part = (part or config.default("partial_rotary_factor")) is not None
     if settings is not None:
         rope = {"partial_rotary_factor": 1.0, **settings}
     if base is not None:
@@ -42,7 +37,7 @@ def read_rotary(
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = (aliases or {}).get(kind, kind)
     share = float(rope["partial_rotary_factor"])
-    if part is None and kind == "default" and share != 1:  # which transformers ignores, at least in some versions
+    if not has_part and kind == "default" and share != 1:  # which transformers ignores, at least in some versions
         raise UnsupportedConfig("its rotary embedding covers only a part of each head")
     if kind == "proportional":
         return _proportional(head_dim, share, rope)
