@@ -9,7 +9,7 @@ https://github.com/vllm-project/compressed-tensors
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,10 +27,13 @@ from cbatch.model.stored import Packing, Rows
 _SMALL = group_of(NVFP4)
 
 
-def fp4_matrix(headers: Headers, name: str, scale: str, factor: str, *, divides: bool = False) -> GroupedMatrix:
+def fp4_matrix(
+    headers: Headers, name: str, scale: str, factor: str, *, divides: bool = False, sizes: Sequence[int] = (_SMALL,)
+) -> GroupedMatrix:
     """A matrix [rows, depth / 2] of bytes: NVFP4, or MXFP4 if it has no `factor`.
 
     scale, factor: names of its scales, and of the number that these are multiplied with; divides: or divided by
+    sizes: numbers that may share a scale
     """
     rows, pairs = headers.shape(name, ("U8",), 2)
     depth = 2 * pairs
@@ -38,7 +41,7 @@ def fp4_matrix(headers: Headers, name: str, scale: str, factor: str, *, divides:
         headers.check(scale, ("U8", "F8_E8M0"), (rows, -(-depth // GROUP)))
         return Mxfp4Matrix(headers.tensors, name, rows, depth, scale)
     headers.check(factor, ("F32",), (), (1,))
-    headers.check(scale, ("F8_E4M3",), (rows, -(-depth // _SMALL)), (rows, -(-depth // GROUP)))
+    headers.check(scale, ("F8_E4M3",), *((rows, -(-depth // size)) for size in sizes))
     return Nvfp4Matrix(headers.tensors, name, rows, depth, scale, factor=factor, divides=divides)
 
 

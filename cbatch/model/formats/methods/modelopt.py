@@ -32,12 +32,18 @@ def _read(settings: Settings) -> Reader:
     _check_algorithm("", settings)
     settings.rules("quantized_layers", _check_algorithm)
 
+    may_be_wide = str(settings.get("quant_algo")).upper() in ("W4A8_NVFP4_FP8", "MIXED_PRECISION")
+    sizes = (16, 32) if may_be_wide else (16,)
+
     def matrices(headers: Headers) -> Matrices:
         for module in headers.modules(".weight"):
             name = f"{module}.weight"
             kind = headers.tensors.header(name).type
             if kind == "U8":
-                yield name, fp4_matrix(headers, name, f"{name}_scale", f"{name}_scale_2")
+                yield (
+                    name,
+                    fp4_matrix(headers, name, f"{name}_scale", f"{name}_scale_2", sizes=sizes),
+                )
             elif kind == "F8_E4M3":
                 yield name, fp8_matrix(headers, name, blocks)
         for name in headers.modules("_weight_scale"):
