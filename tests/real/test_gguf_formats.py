@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from scripts.real_model import CONVERTER, SMOLLM2
 from tests.support.real_models import engine_of, need, perplexity
-from tests.support.samples import sampled
 
 pytestmark = pytest.mark.real
 
@@ -81,7 +80,8 @@ def fetched() -> float:
     return measured(SMOLLM2.gguf, dtype="float32")
 
 
-@pytest.mark.parametrize("kind", sampled(BOUNDS, 1, keep=[Kind.Q4_0]), ids=lambda kind: kind.name)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", BOUNDS, ids=lambda kind: kind.name)
 def test_format(kind: Kind, tmp_path: Path) -> None:
     """Guards blocks of real numbers, some of which are very small, and their products."""
     path = write(tmp_path / "model.gguf", kind)

@@ -270,8 +270,8 @@ def make_architecture(model_type: str, gain: float = 1.5, **sizes: Any) -> Any:
     """
     torch.manual_seed(0)
     config = tiny_config(model_type)
-    for name, value in sizes.items():
-        setattr(config.get_text_config(), name, value)
+    for key, value in sizes.items():
+        setattr(config.get_text_config(), key, value)
     name = WITHOUT_CAUSAL_CLASS.get(model_type)
     make = getattr(transformers, name)._from_config if name else AutoModelForCausalLM.from_config
     network = make(config).eval()

@@ -320,7 +320,7 @@ def _halves(theirs: str, name: str, array: Array, config: Mapping[str, Any]) -> 
 def _fused(theirs: str, name: str, array: Array, config: Mapping[str, Any]) -> Piece:
     """Queries, then keys, then values, which lie together by heads in transformers."""
     heads = config["num_attention_heads"]
-    shared = config.get("num_kv_heads") if config["model_type"] == "falcon" else heads
+    shared = int(config["num_kv_heads"] if config["model_type"] == "falcon" else heads)
     grouped = np.arange(len(array)).reshape(shared, heads // shared + 2, -1)
     rows = np.concatenate([grouped[:, :-2].flatten(), grouped[:, -2].flatten(), grouped[:, -1].flatten()])
     return Piece(theirs, array[rows], lambda found: {name: found[np.argsort(rows)]})
