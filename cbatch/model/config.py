@@ -309,7 +309,7 @@ class ConfigReader:
         return default if known is None else known
 
     def default(self, key: str) -> Any:
-        """What the class has if a key is absent."""
+        """The value that the class has if a key is absent."""
         return self._class.defaults.get(key)
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -350,11 +350,9 @@ class ConfigReader:
     def finish(self) -> None:
         """Raises UnsupportedConfig for a key that transformers reads, and that nobody has read here.
 
-        Unless it has the default of its class; null, false and nothing are the same.
+        Unless it has the default of its class.
         """
-        for key in sorted(self._class.read & self._values.keys() - self._read):
-            value, default = self._values[key], self._class.defaults.get(key)
-            if value != default and (value or default):
-                raise UnsupportedConfig(
-                    f"its config.json says {key} = {shown(value)}, which its declaration does not know"
-                )
+        for key in self._class.changed(self._values):
+            if key not in self._read:
+                said = f"its config.json says {key} = {shown(self._values[key])}"
+                raise UnsupportedConfig(f"{said}, which its declaration does not know")

@@ -1,4 +1,4 @@
-"""What transformers' configuration classes have, and which keys of a config.json its models read.
+"""Defaults and names of keys in transformers' configuration classes, and which of them its models read.
 
 The table is made from transformers' source by `python -m scripts.config_classes`, so nothing here imports it. A key
 that nothing reads cannot change a result; published files are full of those.
@@ -45,6 +45,11 @@ class ConfigClass(NamedTuple):
     read: frozenset[str]
     names: Mapping[str, str]
     ends: Any = None
+
+    def changed(self, values: Mapping[str, Any]) -> list[str]:
+        """Keys that change a result and have another value than the default; null, false and nothing are the same."""
+        pairs = {key: (values[key], self.defaults.get(key)) for key in sorted(self.read & values.keys())}
+        return [key for key, (value, default) in pairs.items() if value != default and (value or default)]
 
 
 class Wrapper(NamedTuple):
@@ -132,8 +137,8 @@ def _check_unread(config: Mapping[str, Any], text: Mapping[str, Any], wrapper: W
     known = class_of(wrapper.text)
     if text is config or known is None:
         return
-    usual = {**known.defaults, **text}
-    for key in sorted(known.read & config.keys() - {"tie_word_embeddings"}):
-        if config[key] != usual.get(key) and (config[key] or usual.get(key)):
+    changed = known._replace(defaults={**known.defaults, **text}).changed(config)
+    for key in changed:
+        if key != "tie_word_embeddings":  # which counts at either level
             place = ".".join(wrapper.part)
             raise UnsupportedConfig(f"its {key} does not stand in {place}, where transformers reads it")

@@ -11,7 +11,7 @@ from torch import Tensor
 from cbatch.model.ops.program import Program
 
 HEAD = "lm_head.weight"
-"""What most families call their output head."""
+"""The output head, as most families call it."""
 
 PREFIXES = (
     "model.language_model.model.", "model.language_model.", "language_model.model.", "language_model.",

@@ -1,4 +1,4 @@
-"""What declarations of architectures are made of: rules of tensors that many share, and readers of settings."""
+"""Parts of declarations of architectures: rules of tensors that many share, and readers of settings."""
 
 from __future__ import annotations
 
