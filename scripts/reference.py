@@ -50,7 +50,7 @@ def write(commands: dict[str, click.Command]) -> str:
         groups = grouped(command)
         known = set() if command is first else of_first
         own = {group: options for group, options in groups.items() if group not in SHARED}
-        same = [f"`{option.opts[-1]}`" for options in own.values() for option in options if line(option) in known]
+        same = [f"`{max(one.opts, key=len)}`" for options in own.values() for one in options if line(one) in known]
         text = table({group: [one for one in options if line(one) not in known] for group, options in own.items()})
         if same:
             text += f"\n\nAs in [`cbatch run`](#cbatch-run): {', '.join(same)}."

@@ -30,6 +30,7 @@ from cbatch.cli.common.options import (
     replica_options,
     sampling_options,
     template_kwargs_option,
+    tools_option,
     trace_option,
 )
 from cbatch.cli.common.replica_options import ReplicaOptions
@@ -64,7 +65,7 @@ class ChatOptions:
     )
     auto_trim: bool = _session(False, "Drop the oldest turns when the context is full.")
     no_history: bool = _session(False, "Save nothing of this chat to disk.")
-    tools: tuple[str, ...] = _rows((), "Let the model call what FILE defines.", names=("--tool",), metavar="FILE")
+    tools: tuple[str, ...] = tools_option()
     allow_tools: bool = _rows(False, "Run calls without asking.")
     template_kwargs: dict[str, Any] = template_kwargs_option()
     vi: bool = _screen(False, "Edit lines as in vi.")
@@ -202,7 +203,7 @@ def _make_controller(
             config, quiet=options.quiet, verbose=options.verbose, trace=trace, shows_model=shows_model, in_chat=True
         )
         if options.tools and not (engine.tokenizer is not None and engine.tokenizer.takes_tools):
-            notice(f"the chat template of {engine.loaded.name} takes no tools, so --tool has no effect")
+            notice(f"the chat template of {engine.loaded.name} takes no tools, so --tools has no effect")
         return engine
 
     open_own = partial(load, config, trace)

@@ -57,13 +57,9 @@ def display_path(path: Path) -> str:
 
 
 def option_keys(command: click.Command) -> dict[str, click.Option]:
-    """The options of a command by their keys in the file: the long name, with underscores."""
-    keys = {}
-    for option in command.params:
-        long = [name for name in option.opts if name.startswith("--")]
-        if isinstance(option, click.Option) and long:
-            keys[_as_key(long[0].removeprefix("--"))] = option
-    return keys
+    """The options of a command by their keys in the file: their long names, with underscores."""
+    options = [option for option in command.params if isinstance(option, click.Option)]
+    return {_as_key(name[2:]): option for option in options for name in option.opts if name.startswith("--")}
 
 
 def _content(path: Path) -> dict[str, Any]:
@@ -187,10 +183,13 @@ class ConfiguredCommand(click.Command):
 
     def __init__(self, *arguments: Any, **attributes: Any) -> None:
         super().__init__(*arguments, **attributes)
+        variables: dict[click.Option, list[str]] = {}
         for key, option in option_keys(self).items():
+            variables.setdefault(option, []).append(f"CBATCH_{self.name}_{key}".upper())
+        for option, names in variables.items():
             option.show_envvar = True
-            if option.name != key and option.envvar is None:  # Click would name the variable after our name for it
-                option.envvar = f"CBATCH_{self.name}_{key}".upper()
+            if option.envvar is None:  # Click would name the variable after our name for it
+                option.envvar = names
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Reads the file before the options. What is wrong in it counts only if nobody asks for help."""

@@ -223,6 +223,17 @@ def template_kwargs_option() -> Any:
     )
 
 
+def tools_option() -> Any:
+    """The field of a command's record for files of tools."""
+    return option(
+        (),
+        "Let the model call the tools in FILE (repeatable).",
+        group="Prompts and tools",
+        names=("--tools", "--tool"),
+        metavar="FILE",
+    )
+
+
 def trace_option() -> Any:
     """The field of a command's record for a trace."""
     return option(

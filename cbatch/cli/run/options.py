@@ -27,7 +27,7 @@ from cbatch.batch.forms import (
 )
 from cbatch.batch.lines import RowOptions
 from cbatch.batch.token_journal import DEFAULT_INTERVAL_S, TokenJournalConfig, is_token_journal
-from cbatch.cli.common.options import SamplingOptions, template_kwargs_option, trace_option
+from cbatch.cli.common.options import SamplingOptions, template_kwargs_option, tools_option, trace_option
 from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.requests.columns import COLUMNS
 from cbatch.requests.param_names import own_params
@@ -105,7 +105,7 @@ class RunOptions:
     raw: bool = _rows(False, "Continue prompts as plain text, without the chat template.")
     date: Day | None = _rows(None, "Date given to the chat template.", metavar="YYYY-MM-DD", parse=parse_day)
     template_kwargs: dict[str, Any] = template_kwargs_option()
-    tools: tuple[str, ...] = _rows((), "Run what the model calls of the tools in FILE.", metavar="FILE")
+    tools: tuple[str, ...] = tools_option()
     max_tool_rounds: int = _rows(
         MAX_TOOL_ROUNDS,
         "Rounds of calls in a row, after which the model has to answer without tools.",

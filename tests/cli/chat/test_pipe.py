@@ -130,7 +130,7 @@ def test_the_help_offers_only_what_a_chat_takes(capsys: pytest.CaptureFixture[st
     """Guards the help against options that are refused: --n and --logprobs are for `cbatch run`."""
     assert run_command(["chat", "--help"]) == 0
     options = set(re.findall(r"--[a-z][\w-]*", capsys.readouterr().out))
-    assert {"--temperature", "--continue", "--tool", "--preset"} <= options and not {"--n", "--logprobs"} & options
+    assert {"--temperature", "--continue", "--tools", "--preset"} <= options and not {"--n", "--logprobs"} & options
 
 
 def test_from_a_batch(talk: Talk, runs: ForkServer, tmp_path: Path) -> None:

@@ -175,10 +175,10 @@ def tool_model(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_tools_on_the_screen(runs: ForkServer, tmp_path: Path) -> None:
-    """Guards --tool in a real chat: the call is shown, a key allows it, and the result follows."""
+    """Guards --tools in a real chat: the call is shown, a key allows it, and the result follows."""
     (tmp_path / "tools.py").write_text('def add(a: int, b: int) -> int:\n    """Adds."""\n    return a + b\n')
     model = tool_model(tmp_path / "model")
-    arguments = ["-m", model, "--tool", tmp_path / "tools.py", "--param", f"regex={json.dumps(CALL)}"]
+    arguments = ["-m", model, "--tools", tmp_path / "tools.py", "--param", f"regex={json.dumps(CALL)}"]
     with Chat(runs, tmp_path, *arguments) as chat:
         chat.say("How much is 2 and 3?", '⚙ add({"a": 2, "b": 3})', "Run it? y: yes")
         chat.send("y", "→ 5", "Run it? y: yes")

@@ -52,6 +52,18 @@ def test_each_source_counts_before_the_next(config: Path, monkeypatch: pytest.Mo
     assert values_of("run", "--preset", "big", "--block-size", "21")["block_size"] == 21
 
 
+@pytest.mark.parametrize("name", ["chat", "run"])
+def test_names_that_an_option_had_before(name: str, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards files, variables and command lines that say --tool: they mean --tools, everywhere."""
+    assert values_of(name, "--tool", "a.py", "--tools", "b.py")["tools"] == ("a.py", "b.py")
+    for key in ("tool", "tools"):
+        config.write_text(f"[{name}]\n{key} = ['c.py']\n")
+        assert values_of(name)["tools"] == ("c.py",)
+        monkeypatch.setenv(f"CBATCH_{name}_{key}".upper(), '["d.py"]')
+        assert values_of(name)["tools"] == ("d.py",)
+        monkeypatch.delenv(f"CBATCH_{name}_{key}".upper())
+
+
 def test_values_of_every_kind(config: Path) -> None:
     """Guards the way from TOML to Click: lists, tables, numbers, flags, dates, and `~`, which no shell expands here."""
     config.write_text(

@@ -180,12 +180,12 @@ def _model_name(chat: FrontEnd, which: str) -> str:
 def do_tools(chat: FrontEnd, which: str) -> None:
     """list what models may call
 
-    The files of --tool define them. `allow` runs a tool without asking, `ask` asks before each call again.
+    The files of --tools define them. `allow` runs a tool without asking, `ask` asks before each call again.
     Example: /tools allow weather
     """
     toolbox = chat.controller.tools
     if not toolbox.tools:
-        raise UserError("There are no tools; cbatch chat --tool FILE.py lets the model call the functions of a file.")
+        raise UserError("There are no tools; cbatch chat --tools FILE.py lets the model call the functions of a file.")
     action, _, name = which.partition(" ")
     if which:
         if action not in ("allow", "ask") or name not in toolbox.tools:
