@@ -14,9 +14,9 @@ from cbatch.base.params import SamplingParams
 from cbatch.schedule.limits import too_long_for
 from cbatch.text.backend import Encoded, TextTokenizer
 from cbatch.text.detokenizer import NUM_CONTEXT_TOKENS, IncrementalDetokenizer
+from cbatch.text.earlier_calls import OBJECT, PROBE_TOOL, CallForm, call_forms, has_calls, is_refusal, with_calls
 from cbatch.text.output_parser import OutputParser
 from cbatch.text.template_renderer import TemplateRenderer
-from cbatch.text.tool_calls import template_messages
 
 Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}` with text content, which a message with tool calls may lack."""
@@ -40,6 +40,7 @@ class ChatTokenizer:
         self.templates = tokenizer.chat_template
         self.token_bytes = self.backend.bytes_of
         self.bad_word_ids = lru_cache(maxsize=256)(self._bad_word_ids)
+        self._call_forms = lru_cache(maxsize=4)(self._find_call_forms)
         added = self.backend.get_added_tokens_decoder()
         eos = tokenizer.special_tokens.get("eos_token")
         self.eos_id = next((number for number, token in added.items() if token.content == eos), None)
@@ -114,7 +115,7 @@ class ChatTokenizer:
             raise RequestError("template_error", "The model has no chat template; give a prompt, not messages.")
         if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):
             raise RequestError("invalid_row", "Messages must be a list of objects, each with a role and content.")
-        plain = template_messages(messages)
+        plain = with_calls(messages)
         if not plain or not all(isinstance(message.get("content"), str) for message in plain):
             raise RequestError("invalid_row", "Messages must be a list of at least one, each with text content.")
         if template.continue_final_message:
@@ -122,10 +123,20 @@ class ChatTokenizer:
                 raise RequestError("invalid_row", "continue_final_message needs text content in the last message.")
             if answer:
                 raise RequestError("invalid_row", "The last message or an answer can be continued, but not both.")
-        parts = [plain, [dict(tool) for tool in tools or ()], dict(template.kwargs), answer]
-        if any(self._special_pattern.search(text) for text in _strings(parts)):
-            return self._encode_with_text_specials(parts, template, context)
-        return self._encode(self._render(parts, template), context, add_special_tokens=False).ids
+        others = [[dict(tool) for tool in tools or ()], dict(template.kwargs), answer]
+        source, refused = self._template_for(tools), None
+        for form in self._call_forms(source) if has_calls(plain) else [OBJECT]:
+            parts = [plain if form == OBJECT else with_calls(messages, form), *others]
+            try:
+                if any(self._special_pattern.search(text) for text in _strings(parts)):
+                    return self._encode_with_text_specials(source, parts, template, context)
+                return self._encode(self._render(source, parts, template), context, add_special_tokens=False).ids
+            except RequestError as error:
+                if not is_refusal(error):
+                    raise
+                refused = refused or error
+        assert refused is not None
+        raise refused
 
     def detokenizer(
         self, prompt: Sequence[int], params: SamplingParams, tags: Sequence[str] = ()
@@ -191,15 +202,23 @@ class ChatTokenizer:
         spelt = [tuple(self.backend.encode(text, add_special_tokens=False).ids) for text in texts]
         return [list(ids) for ids in dict.fromkeys(spelt) if ids]
 
-    def _render(self, parts: list[Any], options: TemplateOptions) -> str:
-        messages, tools, variables, answer = parts
-        template, special_tokens = self.templates, self._tokenizer.special_tokens
+    def _template_for(self, tools: object) -> str:
+        template = self.templates
         if isinstance(template, dict):
             template = template["tool_use" if tools and "tool_use" in template else "default"]
+        return template or ""
+
+    def _find_call_forms(self, source: str) -> list[CallForm]:
+        """The forms in which a template may take earlier tool calls. Raises RequestError if it cannot be run."""
+        return call_forms(lambda messages: self._render(source, [messages, [PROBE_TOOL], {}, ""], DEFAULT_TEMPLATE))
+
+    def _render(self, source: str, parts: list[Any], options: TemplateOptions) -> str:
+        messages, tools, variables, answer = parts
+        special_tokens = self._tokenizer.special_tokens
         check_variables(variables, frozenset(special_tokens))
         try:
             text = self._renderer.render(
-                template or "",
+                source,
                 messages,
                 tools=tools,
                 special_tokens=special_tokens,
@@ -214,7 +233,9 @@ class ChatTokenizer:
         except Exception as error:  # a template is a program of the model's author and may raise anything
             raise RequestError("template_error", f"The chat template refused the messages: {error}") from error
 
-    def _encode_with_text_specials(self, parts: list[Any], options: TemplateOptions, context: int | None) -> list[int]:
+    def _encode_with_text_specials(
+        self, source: str, parts: list[Any], options: TemplateOptions, context: int | None
+    ) -> list[int]:
         """Encodes messages, tools, variables or the beginning of an answer with special tokens written in them.
 
         A separator, a private-use character that occurs nowhere in them, is inserted after the first character of each
@@ -228,7 +249,7 @@ class ChatTokenizer:
             raise RequestError("invalid_row", "The messages hold every private-use character of Unicode.")
         hide = partial(self._special_pattern.sub, lambda match: match[0][0] + separator + match[0][1:])
         # A template that prints an object as Python does, or as JSON in ASCII, prints the separator as an escape.
-        rendered = self._render(_map_strings(parts, hide), options).replace(_escape(separator), separator)
+        rendered = self._render(source, _map_strings(parts, hide), options).replace(_escape(separator), separator)
         encoding = self._encode(rendered, context, add_special_tokens=False)
         pairs = zip(encoding.ids, encoding.offsets, strict=True)
         return [token for token, (start, stop) in pairs if rendered[start:stop] != separator]

@@ -50,30 +50,6 @@ def check_tools(value: Any) -> list[dict[str, Any]]:
     return value
 
 
-def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copies of messages in the form that chat templates expect.
-
-    The arguments of earlier tool calls, JSON text in OpenAI's format, become objects. A missing content beside tool
-    calls becomes empty text.
-    """
-    copies = [dict(message) for message in messages]
-    for message in copies:
-        calls = message.get("tool_calls")
-        if calls and message.get("role") == "assistant":
-            message["content"] = "" if message.get("content") is None else message["content"]
-            message["tool_calls"] = list(map(_with_parsed_arguments, calls)) if isinstance(calls, list) else calls
-    return copies
-
-
-def _with_parsed_arguments(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    parsed = whole_json(arguments) if isinstance(arguments, str) else None
-    if not parsed or not isinstance(parsed[0], dict):
-        return call
-    return {**call, "function": {**call["function"], "arguments": parsed[0]}}
-
-
 def extract_tool_calls(text: str, tag: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
     """The text without its tool calls, and the calls in their order.
 

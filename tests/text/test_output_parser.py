@@ -21,7 +21,6 @@ from cbatch.text.tool_calls import (
     MISTRAL,
     ToolCall,
     check_tools,
-    template_messages,
 )
 from tests.support.tool_calls import ParsedOutput, parse
 
@@ -449,26 +448,3 @@ def test_tools_pass() -> None:
     text = "<tool_call><function=now><parameter=a>1</parameter></function></tool_call>"
     for tool in bare:
         assert parse(OutputParser(None, HERMES), text, tools=[tool]).tool_calls == (ToolCall("now", '{"a": "1"}'),)
-
-
-def test_messages_become_what_templates_want() -> None:
-    """Guards arguments against being quoted twice, and everything else, and the row itself, against a change."""
-
-    def call(arguments: Any) -> dict[str, Any]:
-        return {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}
-
-    kept = [call("[1]"), call("{"), call({"a": 1}), call(None), {"function": None}, "look"]
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": None},
-        {"role": "assistant", "content": None, "tool_calls": [call('{"a": 1}'), *kept]},
-        {"role": "assistant", "tool_calls": "odd"},
-        {"role": "assistant", "content": None, "tool_calls": []},
-        {"role": "assistant", "content": "x", "tool_calls": None},
-        {"role": "tool", "tool_call_id": "1", "name": "look", "content": "a table"},
-    ]
-    before = json.dumps(messages)
-    changed = template_messages(messages)
-    assert json.dumps(messages) == before
-    assert changed[1] == {"role": "assistant", "content": "", "tool_calls": [call({"a": 1}), *kept]}
-    assert changed[2] == {"role": "assistant", "content": "", "tool_calls": "odd"}
-    assert [changed[0], *changed[3:]] == [messages[0], *messages[3:]]
