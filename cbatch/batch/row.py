@@ -31,6 +31,7 @@ class RowOutcome(NamedTuple):
     from_cache:        whether nothing was computed
     tries:             in this run, of a row that was validated
     continued_tokens:  of outputs that went on where an earlier run had ended
+    truncated, incomplete_form, empty: see `Completion.is_truncated` and so on; false for error rows
     """
 
     error_code: str | None = None
@@ -44,6 +45,9 @@ class RowOutcome(NamedTuple):
     from_cache: bool = False
     tries: int = 0
     continued_tokens: int = 0
+    truncated: bool = False
+    incomplete_form: bool = False
+    empty: bool = False
 
     @classmethod
     def of(cls, completion: Completion) -> RowOutcome:
@@ -70,6 +74,9 @@ class RowOutcome(NamedTuple):
             completion.from_cache,
             len(validation["errors"]) + validation["valid"] if validation is not None else 0,
             completion.continued_tokens,
+            error is None and completion.is_truncated,
+            error is None and completion.is_incomplete_form,
+            completion.is_empty,
         )
 
 

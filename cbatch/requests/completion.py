@@ -162,6 +162,7 @@ class Completion(Mapping[str, Any]):
         self.index, self.id, self.extra, self.key = request.index, request.id, request.extra, request.key
         self._call = request.call
         self._names_tool = request.choice is not None and request.choice.name is not None
+        self._has_form = request.params.constraint is not None or request.choice is not None
         self._columns, self._echoes, self._has_text = request.columns, request.params.echo, has_text
         self.choices = tuple(choices) or (Choice(finish_reason="error"),)
         self.usage = usage or Usage()
@@ -205,6 +206,24 @@ class Completion(Mapping[str, Any]):
     def from_cache(self) -> bool:
         """Whether nothing of it was computed, because a cache of answers had all of it."""
         return 0 < self.reused.total_tokens == self.usage.total_tokens
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether an output was cut off: by `max_tokens`, or because context or cache are full."""
+        return any(choice.finish_reason == "length" for choice in self.choices)
+
+    @property
+    def is_incomplete_form(self) -> bool:
+        """Whether an output was cut off inside a form that it was to have. Not known of `from_row`."""
+        return self._has_form and any(
+            choice.finish_reason == "length" and not getattr(choice, "closed", False) for choice in self.choices
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether an output has neither text nor tool calls, though nothing went wrong."""
+        is_whole = self.error is None and self._has_text
+        return is_whole and not all(choice.text.strip() or choice.tool_calls for choice in self.choices)
 
     @property
     def outputs(self) -> tuple[Choice, ...]:

@@ -32,6 +32,7 @@ ROWS: list[dict[str, Any]] = [{"id": f"r{number}", "prompt": f"row {number}", "m
 ROWS[3]["seed"] = 5
 ROWS[4]["n"] = 2
 SAMPLED = {"temperature": 1.0}
+NEVER = "it does not match never; it was cut off at max_tokens"
 
 
 def good(text: str) -> bool:
@@ -74,17 +75,26 @@ def test_the_row_says_what_happened(engine: Engine) -> None:
     bad, batch_bad = run(engine, rows, validate="regex=never", tries=2)
     assert set(bad) == {"index", "id", "error", "key", "validation"}
     assert bad["error"]["code"] == "invalid_answer"
-    assert bad["error"]["message"] == "line 1: no valid answer in 2 tries; it does not match never"
+    assert bad["error"]["message"] == f"line 1: no valid answer in 2 tries; {NEVER}"
     assert bad["validation"] == {
         "valid": False,
         "tries": 2,
-        "errors": ["it does not match never"] * 2,
+        "errors": [NEVER] * 2,
         "text": bad.text,
     }
     assert bad.text and bad.usage.completion_tokens > len(bad.token_ids)
     assert batch_bad["response"]["status_code"] == 500 and batch_bad["error"]["code"] == "invalid_answer"
     assert batch_bad["validation"]["tries"] == 2
     assert Completion.from_row(dict(bad)).validation == bad["validation"]
+
+
+def test_only_a_cut_answer_is_said_to_be_cut(engine: Engine) -> None:
+    """Guards errors of answers that ended by themselves, and of those that are cut but whole."""
+    row = {"prompt": "a", "choice": ["yes", "no"], "max_tokens": 20}
+    (whole,) = run(engine, [row], validate="regex=never")
+    assert whole.validation is not None and whole.validation["errors"] == ["it does not match never"]
+    (cut,) = run(engine, [row | {"max_tokens": 1}], validate="regex=never")
+    assert cut.validation is not None and cut.validation["errors"] == [NEVER]
 
 
 def test_greedy_rows_try_once(engine: Engine) -> None:
@@ -104,12 +114,14 @@ def test_the_model_is_told_what_was_wrong(engine: Engine, monkeypatch: pytest.Mo
         return encode(self, request)
 
     monkeypatch.setattr(InputProcessor, "encode", spy)
+    monkeypatch.setattr(rounds, "CORRECTION", "Not valid: {error}. Again.")  # the context is short
     rows = [{"prompt": "a", "max_tokens": 3}, {"prompt": "b", "raw": True, "max_tokens": 2}]
     told, raw = engine.map(rows, validate=lambda text: f"{len(text)} is wrong.", tries=3, tell_error=True)
     assert told.validation is not None and told.validation["tries"] == 3, "also at temperature 0"
     last = max((messages for messages in asked if messages), key=len)
     assert [message["role"] for message in last] == ["user", "assistant", "user", "assistant", "user"]
-    assert last[2]["content"].startswith(f"That answer is not valid: {len(last[1]['content'])} is wrong. Give")
+    wrong = f"{len(last[1]['content'])} is wrong; it was cut off at max_tokens"
+    assert last[2]["content"] == f"Not valid: {wrong}. Again."
     assert raw.validation is not None and raw.validation["tries"] == 1, "there is no conversation"
 
 

@@ -58,6 +58,8 @@ class RunStats:
     rows_kept, errors_kept: rows of an earlier run that were kept, and error rows among them
     finished_tokens:        generated tokens of finished rows
     tries:                  of all rows that were validated, `rows_validated`
+    truncated, incomplete_forms, empty: of these rows, without error rows, those with such an output (see `Completion`);
+                            `unfinished`: those that are cut off or empty
     rows_from_cache:        rows of which nothing was computed; `reused_tokens`: output tokens from the cache
     load_s:                 seconds that loading the model took
     """
@@ -71,6 +73,7 @@ class RunStats:
         self.rows = self.rows_kept = self.errors_kept = 0
         self.errors: Counter[str] = Counter()
         self.prompt_tokens = self.cached_tokens = self.finished_tokens = self.reused_tokens = 0
+        self.truncated = self.incomplete_forms = self.empty = self.unfinished = 0
         self.tries = self.rows_validated = self.rows_from_cache = self.rows_continued = 0
         self.load_s = 0.0
         self._ended: float | None = None
@@ -121,6 +124,10 @@ class RunStats:
             self._ended = max(self._ended or row.finished_at, row.finished_at)
             if outcome.error_code is not None:
                 self.errors[outcome.error_code] += 1
+            self.truncated += outcome.truncated
+            self.incomplete_forms += outcome.incomplete_form
+            self.empty += outcome.empty
+            self.unfinished += outcome.truncated or outcome.empty
             self.tries += outcome.tries
             self.rows_validated += outcome.tries > 0
             self.rows_from_cache += outcome.from_cache
@@ -171,6 +178,9 @@ class RunStats:
             "errors": self.errors.total(),
             "errors_kept": self.errors_kept,
             "error_codes": dict(self.errors),
+            "truncated": self.truncated,
+            "incomplete_forms": self.incomplete_forms,
+            "empty": self.empty,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "prefix_hit_rate": round(self.cached_tokens / max(self.prompt_tokens, 1), 4),
@@ -213,7 +223,7 @@ class RunStats:
         waited_s = self._stream.waited_for_consumer_s if self._stream is not None else 0.0
         retried = f", {engines.num_retries:,} retried ({engines.last_error})" if engines.num_retries else ""
         lines = [
-            f"{format_count(self.rows - failed, 'row')} ok, {failed:,} failed{kinds and f' ({kinds})'}{kept}",
+            f"{self._whole_rows()}, {failed:,} failed{kinds and f' ({kinds})'}{kept}",
             f"{format_count(self.prompt_tokens, 'prompt token')}{cached}, "
             f"{format_count(self.output_tokens, 'output token')}",
             f"{self.elapsed_s:,.1f} s, {self.output_tokens_per_s:,.0f} output tokens/s, "
@@ -226,6 +236,19 @@ class RunStats:
             words = "was also given to an idle one" if copies == 1 else "were also given to idle ones"
             happened.append(f"{format_count(copies, 'unfinished row')} {words}")
         return lines + ([f"replicas: {'; '.join(happened)}"] if happened else [])
+
+    def _whole_rows(self) -> str:
+        """How many rows are as they were to be, and what is the matter with those that are not."""
+        good = self.rows - self.errors.total()
+        if not self.unfinished:
+            return f"{format_count(good, 'row')} ok"
+        words = [f"{good - self.unfinished:,} ok"]
+        if self.truncated:
+            forms = f", {self.incomplete_forms:,} of them incomplete forms" if self.incomplete_forms else ""
+            words.append(f"{self.truncated:,} cut off at max_tokens{forms}")
+        if self.empty:
+            words.append(f"{self.empty:,} empty")
+        return f"{format_count(self.rows, 'row')}: {', '.join(words)}"
 
 
 def bottleneck(driver: BatchDriver, done: EngineStats, elapsed_s: float, waited_for_output_s: float) -> str:

@@ -44,7 +44,10 @@ def test_one_row_out_for_each_row_in(command: Command) -> None:
     usage = {"prompt_tokens": 3, "completion_tokens": 9, "total_tokens": 12}
     assert isinstance(rows[0]["text"], str) and rows[3]["usage"] == usage
     ended, tokens, speed, limit = command.said().splitlines()[-4:]
-    assert ended == "cbatch: 4 rows ok, 3 failed (invalid_json 1, prompt_too_long 1, unknown_parameter 1)"
+    assert ended == (
+        "cbatch: 7 rows: 0 ok, 4 cut off at max_tokens, "
+        "3 failed (invalid_json 1, prompt_too_long 1, unknown_parameter 1)"
+    )
     assert tokens.endswith("output tokens") and "tokens/s" in speed and limit.startswith("cbatch: limited by ")
 
 
@@ -216,7 +219,7 @@ def test_stats_go_to_stdout_if_rows_do_not(command: Command) -> None:
     code, rows = command.answer(ROWS[:1], "--stats", "-", "--timings")
     shown = command.printed.readouterr()
     stats = json.loads(shown.out)
-    assert code == 0 and stats["rows"] == 1 and "cbatch: 1 row ok, 0 failed" in shown.err
+    assert code == 0 and stats["rows"] == 1 and "cbatch: 1 row: 0 ok, 1 cut off at max_tokens, 0 failed" in shown.err
     times = [stats["load_s"], stats["elapsed_s"], *stats["ttft_s"].values(), rows[0]["ttft_s"], rows[0]["elapsed_s"]]
     assert all(value > 0 and value == round(value, 6) for value in times)
     for arguments in (["-o", "-"], ["--check", "--overwrite"]):
@@ -311,7 +314,7 @@ def test_the_command_in_a_pipeline(runs: ForkServer, command: Command) -> None:
     assert runs.start("run", "-m", command.model, **files).code() == 1
     assert [row["index"] for row in read_rows(out)] == list(range(len(ROWS)))
     said = err.read_bytes()
-    assert b"4 rows ok, 2 failed" in said and b"\x1b" not in said and b"\r" not in said
+    assert b"6 rows: 0 ok, 4 cut off at max_tokens, 2 failed" in said and b"\x1b" not in said and b"\r" not in said
 
 
 @pytest.mark.slow

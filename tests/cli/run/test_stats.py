@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from cbatch.base.errors import RequestError
+from cbatch.base.outputs import ToolCall
+from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request, ToolChoice
 from cbatch.batch.driver import PROMPT_TOKENS_PER_OUTPUT_TOKEN, ReplicaStatus, WorkAhead
 from cbatch.batch.row import Row, RowOutcome
 from cbatch.cli.run import stats as stats_module
@@ -39,6 +42,56 @@ def test_figures_of_a_run() -> None:
     assert figures["elapsed_s"] == 4.5 and figures["output_tokens_per_s"] == pytest.approx(33 / 4.5)
     assert figures["ttft_s"] == {"p50": 0.75, "p90": 0.75, "p99": 0.75}
     assert figures["tpot_s"]["p50"] == pytest.approx((0.2 + 0.15) / 2)
+
+
+SCHEMA = SamplingParams(regex="a+")
+CUT, WHOLE = Choice(text="a", finish_reason="length"), Choice(text="a")
+BAD = RequestError("invalid_answer", "m")
+FINISHED: dict[str, tuple[list[Choice], dict[str, Any], tuple[int, int, int], str]] = {
+    "whole": ([WHOLE, WHOLE], {}, (0, 0, 0), "1 row ok, 0 failed"),
+    "cut": ([WHOLE, CUT], {}, (1, 0, 0), "1 row: 0 ok, 1 cut off at max_tokens, 0 failed"),
+    "form": (
+        [CUT, CUT], {"params": SCHEMA}, (1, 1, 0),
+        "1 row: 0 ok, 1 cut off at max_tokens, 1 of them incomplete forms, 0 failed",
+    ),
+    "call": (
+        [CUT], {"choice": ToolChoice()}, (1, 1, 0),
+        "1 row: 0 ok, 1 cut off at max_tokens, 1 of them incomplete forms, 0 failed",
+    ),
+    "whole form": ([WHOLE], {"params": SCHEMA}, (0, 0, 0), "1 row ok, 0 failed"),
+    "blank": ([WHOLE, Choice(text=" \n")], {}, (0, 0, 1), "1 row: 0 ok, 1 empty, 0 failed"),
+    "only reasoning": (
+        [Choice(reasoning="hm", finish_reason="length")], {}, (1, 0, 1),
+        "1 row: 0 ok, 1 cut off at max_tokens, 1 empty, 0 failed",
+    ),
+    "only calls": ([Choice(tool_calls=(ToolCall("f", "{}"),))], {}, (0, 0, 0), "1 row ok, 0 failed"),
+}  # fmt: skip
+"""For each kind of row: its outputs, what it asked for, how it counts, and the summary."""
+
+
+@pytest.mark.parametrize("kind", FINISHED)
+def test_rows_that_are_not_whole_are_told(kind: str) -> None:
+    """Guards outputs that were cut off or are empty against being counted as all is well."""
+    choices, asked, counts, sentence = FINISHED[kind]
+    stats, row = RunStats(), Row(0, 0)
+    row.finish(Completion(Request(**asked), choices=choices, usage=Usage(7, 3)))
+    stats.count([row])
+    figures = stats.as_dict()
+    assert (figures["truncated"], figures["incomplete_forms"], figures["empty"]) == counts
+    assert stats.summary(TwoReplicas())[0] == sentence
+
+
+@pytest.mark.parametrize("has_text", [True, False])
+def test_rows_without_text_and_error_rows_are_not_empty(has_text: bool) -> None:
+    """Guards the count against models without a tokenizer, and against rows that count as failed."""
+    stats, rows = RunStats(), [Row(0, 0), Row(1, 1)]
+    rows[0].finish(Completion(choices=[Choice(token_ids=[1])], has_text=False))
+    failed = Completion(choices=[replace(CUT, text="")], error=BAD, has_text=has_text)
+    failed.validation = {"valid": False, "errors": ["x"]}
+    rows[1].finish(failed)
+    stats.count(rows)
+    assert (stats.truncated, stats.empty, stats.unfinished) == (0, 0, 0)
+    assert stats.summary(TwoReplicas())[0] == "1 row ok, 1 failed (invalid_answer 1)"
 
 
 @pytest.mark.parametrize(
