@@ -57,6 +57,7 @@ class TokenEvent(NamedTuple):
     logprobs:        of this token, if asked for
     prompt_logprobs: of the prompt's tokens from the second on, if asked for; in the first event
     is_known:        whether the request had this token already when it was added
+    closed:          whether the output has come to `max_tokens`, and its form is complete all the same
     """
 
     request_id: int | None
@@ -70,6 +71,7 @@ class TokenEvent(NamedTuple):
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: Sequence[TokenLogprobs] | None = None
     is_known: bool = False
+    closed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

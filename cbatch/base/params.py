@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeGuard, TypeVar
 
@@ -61,16 +61,20 @@ class Constraint:
 
     json_object  any JSON object; `source` is empty
     json_schema  JSON that is valid for a schema; `source` is the schema as JSON text. Properties come in the order of
-                 the schema. The parts are separated by nothing, one space, or a line break and up to 40 blanks.
+                 the schema, and no others unless it has `additionalProperties`
     regex        text that a pattern matches as a whole, in the syntax of Rust's regex crate, without look-around
                  and backreferences; \\d is 0 to 9
     choice       one of several strings; `source` is a JSON list of them
     grammar      text of a context-free grammar with a rule `start`, in llguidance's dialect of Lark
     tool_call    calls of a request's tools in the model's own format; `source` is what `request_constraint` makes
+
+    JSON is one line, with a space after each colon and comma; if it is `pretty`, a space or a line break with up to 40
+    spaces may stand between its parts instead.
     """
 
     kind: Kind
     source: str = ""
+    pretty: bool = False
 
 
 def _invalid(name: str, wanted: str, value: object) -> RequestError:
@@ -422,6 +426,21 @@ class SamplingParams:
         "The output fits a context-free grammar in llguidance's dialect of Lark.",
         "Its first rule is `start`.",
     )
+    close_forms: bool = _param(
+        True,
+        _FLAG,
+        "End a form before `max_tokens` does.",
+        "Once what is left just suffices for that, only tokens come that lead to the end of the JSON, regex or choice; "
+        "the row says `closed`, with the `finish_reason` `length`.",
+        is_option=True,
+    )
+    pretty_json: bool = _param(
+        False,
+        _FLAG,
+        "Let JSON by schema have line breaks and indentation.",
+        "Otherwise it is one line, with a space after each colon and comma.",
+        is_option=True,
+    )
     lora: str = _param(
         "",
         (_adapter, "string"),
@@ -457,7 +476,8 @@ class SamplingParams:
     def constraint(self) -> Constraint | None:
         """The constraint on the output, if there is one."""
         if self.response_format is not None:
-            return _constraint_of_format(self.response_format)
+            found = _constraint_of_format(self.response_format)
+            return replace(found, pretty=True) if found is not None and self.pretty_json else found
         if self.choice is not None:
             return Constraint("choice", json.dumps(self.choice))
         if self.regex is not None:

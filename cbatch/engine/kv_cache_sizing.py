@@ -56,7 +56,7 @@ _ALL_FEATURES = SamplingParams(
 )  # fmt: skip
 """The parameters that take most memory when a token is sampled."""
 
-_ANY_TOKEN: Any = SimpleNamespace(is_finished=False)
+_ANY_TOKEN: Any = SimpleNamespace(is_finished=False, needs_mask=True)
 """The state of a constraint that allows every token."""
 
 
@@ -295,7 +295,7 @@ class MemoryProfiler:
         chunks = []
         for number, (start, stop) in enumerate(bounds):
             request = Request(params=_ALL_FEATURES, max_new_tokens=1, seed=number)
-            sequence = TokenSequence(number, self._ids, request, grammar_state=_ANY_TOKEN)
+            sequence = TokenSequence(number, self._ids, request, guide=_ANY_TOKEN)
             sequence.counts = counts_for(_ALL_FEATURES, [])
             if sequence.counts is not None:
                 sequence.counts.add(0)

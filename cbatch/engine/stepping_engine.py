@@ -38,10 +38,11 @@ from cbatch.sample.processors import counts_for
 from cbatch.sample.structured.compiler import ConstraintCompiler
 from cbatch.sample.structured.grammar import CompiledGrammar, GrammarState
 from cbatch.sample.structured.lark import request_constraint
+from cbatch.sample.structured.reasoning import ReasoningState
 from cbatch.schedule.block_pool import BlockPool
 from cbatch.schedule.limits import EngineLimits, StepLimits
 from cbatch.schedule.scheduler import Scheduler
-from cbatch.schedule.sequence import TokenSequence
+from cbatch.schedule.sequence import OutputGuide, TokenSequence
 from cbatch.schedule.state_slots import StateSlots
 from cbatch.schedule.step_time import MIN_PREFILL_TOKENS, StepTimeController
 from cbatch.text.tokenizer import Prompt
@@ -263,19 +264,31 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
 
     def _new_sequence(self, request: Request, number: int) -> TokenSequence:
         """An output of a request. Its constraint begins after the reasoning if the prompt has opened that."""
-        tokenizer, params, detokenizer, grammar_state = self.tokenizer, request.params, None, None
+        tokenizer, params, detokenizer = self.tokenizer, request.params, None
+        form: GrammarState | None = None
         if tokenizer is not None and params.stop:
             detokenizer = tokenizer.detokenizer(request.prompt_ids, params, request.tags)
         if tokenizer is not None and request.grammar is not None:
-            ends_thinking = tokenizer.ends_thinking if request.is_thinking else None
-            grammar_state = GrammarState(request.grammar, request.stop_ids, ends_thinking)
+            may_replace, most = params.logprobs is None, request.max_new_tokens
+            form = GrammarState(
+                request.grammar, request.stop_ids, most, closes=params.close_forms, may_replace=may_replace
+            )
+        guide: OutputGuide | None = form
+        if tokenizer is not None and form is not None and request.is_thinking:
+            guide = ReasoningState(
+                self.model.vocab_size,
+                request.stop_ids,
+                tokenizer.ends_thinking,
+                budget=request.max_new_tokens,
+                successor=form,
+            )
         return TokenSequence(
             self._next_id + number,
             list(request.prompt_ids),
             request,
             number,
             detokenizer,
-            grammar_state,
+            guide,
             counts_for(params, request.prompt_ids),
         )
 

@@ -91,6 +91,7 @@ class Choice:
     tool_calls:    functions that the model asks for
     finish_reason: `stop`, `length`, `tool_calls`, or `error` (see `Completion.error`)
     stop_reason:   the stop string that ended the output
+    closed:        whether its form is complete, although the tokens that it may have have run out
     token_ids:     the generated tokens, with the end token
     logprobs:      of each of these tokens; None if not asked for
     """
@@ -101,6 +102,7 @@ class Choice:
     tool_calls: tuple[ToolCall, ...] = ()
     finish_reason: FinishReason = "stop"
     stop_reason: str | None = None
+    closed: bool = False
     token_ids: Sequence[int] = ()
     logprobs: Sequence[TokenLogprob] | None = None
 
@@ -364,6 +366,8 @@ class Completion(Mapping[str, Any]):
             shown["message"] = message
         else:
             shown["text"] = choice.text if self._has_text else ""
+        if choice.closed:
+            shown["closed"] = True
         return shown | columns.fields("of_output", self._columns, choice)
 
     def _choice_fields(self, choice: Choice) -> dict[str, Any]:
@@ -373,6 +377,7 @@ class Completion(Mapping[str, Any]):
             **({"reasoning": choice.reasoning} if choice.reasoning is not None else {}),
             **({"tool_calls": [call.to_dict() for call in choice.tool_calls]} if choice.tool_calls else {}),
             **({"stop_reason": choice.stop_reason} if choice.stop_reason is not None else {}),
+            **({"closed": True} if choice.closed else {}),
             **columns.fields("of_output", self._columns, choice),
         }
         return fields | ({"logprobs": {"content": _tokens(choice.logprobs)}} if choice.logprobs is not None else {})
@@ -443,6 +448,7 @@ def _choice_of(fields: Mapping[str, Any]) -> Choice:
         tool_calls=tuple(ToolCall(function["name"], function["arguments"], name) for function, name in calls),
         finish_reason=fields["finish_reason"],
         stop_reason=fields.get("stop_reason"),
+        closed=fields.get("closed", False),
         token_ids=fields.get("token_ids", ()),
         logprobs=_logprobs_of(logprobs["content"]) if logprobs is not None and "content" in logprobs else None,
     )

@@ -59,6 +59,7 @@ class Output:
     texts: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None
+    closed: bool = False
     parts: _OutputParts | None = None
 
 
@@ -167,6 +168,7 @@ class OutputProcessor:
             self._cached_tokens = event.cached_tokens
         if event.finish_reason is not None:
             output.finish_reason, output.stop_reason = event.finish_reason, event.stop_reason
+            output.closed = event.closed
             self._num_unfinished -= 1
             if self._num_unfinished == 0:
                 self._finished_at = time.monotonic()
@@ -252,6 +254,7 @@ class OutputProcessor:
             tool_calls=tuple(replace(call, id=_call_id(request.key, number, at)) for at, call in enumerate(calls)),
             finish_reason="tool_calls" if has_calls else ending,
             stop_reason=output.stop_reason,
+            closed=output.closed,
             token_ids=output.token_ids,
             logprobs=[self._logprob(one) for one in output.logprobs] if request.params.logprobs is not None else None,
         )

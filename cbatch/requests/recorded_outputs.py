@@ -25,6 +25,9 @@ from cbatch.schedule.limits import SequenceLimits
 FORMAT = 1
 """Changes if records of other versions cannot be read, or answers of other versions are not to be taken."""
 
+FORMS = "one line"
+"""How JSON by schema is written; answers in another form of it are not to be taken, either."""
+
 KEY_BYTES = 16
 
 
@@ -38,14 +41,17 @@ def content_key(model: str, limits: SequenceLimits | None, request: Request) -> 
     Names, columns and places of rows do not count, nor does the seed of a request that takes the likeliest tokens.
     """
     limit, params = None, request.params
+    has_form = params.constraint is not None
     if limits is None:
-        params = replace(params, max_tokens=None)
+        if not (has_form and params.close_forms):  # `max_tokens` decides how a form ends
+            params = replace(params, max_tokens=None)
     elif limits.cache_is_small:
         with suppress(RequestError):
             limit = limits.limit_of_cache(len(request.prompt_ids), params.max_tokens)
     seed, choice = None if params.greedy else request.noise_seed, request.choice and [request.choice.name]
     others = [FORMAT, model, seed, limit, request.tools, choice, request.tags]
     others += [request.opens_thinking, request.is_thinking, request.prefix, *filter(None, [request.adapter])]
+    others += [FORMS] if has_form else []
     digest = hashlib.blake2b(json.dumps(others).encode(), digest_size=KEY_BYTES)
     for part in (canonical_params(params), array("q", request.prompt_ids).tobytes()):
         digest.update(len(part).to_bytes(8, "little") + part)
@@ -63,6 +69,7 @@ def record(outputs: OutputProcessor) -> bytes | None:
                 "text": "".join(one.texts),
                 "finish": one.finish_reason,
                 "stop": one.stop_reason,
+                "closed": one.closed,
                 "logprobs": _packed(one.logprobs),
             }
             for one in outputs.outputs
@@ -90,6 +97,7 @@ def events_of(data: bytes) -> Iterator[TokenEvent]:
                 one["text"] if is_last else "",
                 one["finish"] if is_last else None,
                 one["stop"] if is_last else None,
+                closed=is_last and one.get("closed", False),
                 sample_index=number,
                 logprobs=logprob,
                 prompt_logprobs=scores if number == place == 0 else None,

@@ -111,10 +111,10 @@ class PendingSample:
         ]
         errors = self._masks.errors if self._masks is not None else ()
         for row, sentence in zip(self._constrained_rows, errors, strict=True):
-            grammar_state = self._sequences[row].grammar_state
+            guide = self._sequences[row].guide
             if sentence is not None:
                 wrong[row] = RequestError("invalid_row", sentence)
-            elif grammar_state is not None and grammar_state.is_finished:
+            elif guide is not None and guide.is_finished:
                 wrong[row] = None  # no token is allowed because the output is complete
         now = {chunk.sequence: found for chunk, found in zip(self.scheduled.to_score, scores, strict=True)}
         for row, sequence in enumerate(self._sequences):  # a prompt's score may be NaN in this chunk or an earlier one
@@ -128,7 +128,7 @@ def grammar_places(scheduled: SchedulerOutput) -> list[Place]:
     """Where the step's requests that get a token are in their grammars, in order."""
     chunks = scheduled.to_sample
     rows = _constrained_rows([chunk.sequence for chunk in chunks])
-    return [Place(chunks[row].sequence.grammar_state, chunks[row].draft) for row in rows]  # type: ignore[arg-type]
+    return [Place(chunks[row].sequence.guide, chunks[row].draft) for row in rows]  # type: ignore[arg-type]
 
 
 def sampling_params(scheduled: SchedulerOutput) -> NDArray[np.int32] | None:
@@ -137,7 +137,7 @@ def sampling_params(scheduled: SchedulerOutput) -> NDArray[np.int32] | None:
     The tokens before need not be known.
     """
     sequences = [chunk.sequence for chunk in scheduled.to_sample]
-    if any(one.changes_logits or one.grammar_state is not None for one in sequences) or rows_for_torch(sequences):
+    if any(one.changes_logits for one in sequences) or _constrained_rows(sequences) or rows_for_torch(sequences):
         return None
     return pack_sampling_params(*_sampled_rows(scheduled))
 
@@ -155,7 +155,9 @@ def _sampled_rows(scheduled: SchedulerOutput) -> tuple[list[TokenSequence], list
 
 def _constrained_rows(sequences: list[TokenSequence]) -> list[int]:
     return [
-        row for row, sequence in enumerate(sequences) if sequence.grammar_state is not None and not sequence.has_ended
+        row
+        for row, sequence in enumerate(sequences)
+        if sequence.guide is not None and sequence.guide.needs_mask and not sequence.has_ended
     ]
 
 
@@ -165,7 +167,7 @@ def _pick(rows: Tensor, places: NDArray[np.int64]) -> Tensor:
 
 def _sampling_error(largest: float, sequence: TokenSequence) -> RequestError:
     params = sequence.params
-    has_list = sequence.grammar_state is not None or params.allowed_token_ids is not None
+    has_list = sequence.guide is not None or params.allowed_token_ids is not None
     forbids = has_list or params.logit_bias or sequence.request.bad_words or sequence.min_tokens > 0
     return NO_ALLOWED_TOKEN if largest == -math.inf and forbids else NAN
 

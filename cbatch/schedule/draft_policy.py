@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from cbatch.schedule.draft_sources import FORCED, Proposal
+from cbatch.schedule.draft_sources import Proposal
 from cbatch.schedule.output import ScheduledChunk, SchedulerOutput
 from cbatch.schedule.sequence import TokenSequence
 
@@ -144,13 +144,11 @@ class StepCost:
         return count, saved
 
 
-MATCH_LENGTHS = (2, 3, 4, 6, 9, 17, 33, FORCED)
+MATCH_LENGTHS = (2, 3, 4, 6, 9, 17, 33)
 """The shortest matches of each kind but the first."""
 
-RATES_BEFORE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 0.9, 0.8)
+RATES_BEFORE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 0.9)
 """How often a token of each kind is right, before any was seen."""
-
-FORCED_KIND = len(RATES_BEFORE) - 1
 
 WEIGHT_BEFORE = 4
 """As many tokens count as seen before the first one."""
@@ -198,7 +196,7 @@ class AcceptanceRates:
             self._common.observe(kind, is_right=is_right)
             return
         self._rates[kind] = self.rate(kind)
-        for longer in range(kind + 1, FORCED_KIND):
+        for longer in range(kind + 1, len(RATES_BEFORE)):
             expected = max(RATES_BEFORE[longer], self._rates[longer - 1])
             if expected == self._expected[longer]:
                 return

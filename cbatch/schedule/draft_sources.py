@@ -1,7 +1,6 @@
-"""Where drafts come from: a request's own text, finished outputs, and what a form forces.
+"""Where drafts come from: a request's own text, and finished outputs.
 
-The longest match says the draft. A form cuts it before the first token that it does not allow; if it forces text, that
-is the draft, unless a match agrees and goes on further.
+The longest match says the draft. A form cuts it before the first token that it does not allow.
 """
 
 from __future__ import annotations
@@ -16,9 +15,6 @@ from cbatch.schedule.suffix_index import END, Match, SuffixIndex
 
 MIN_MATCH = 2
 """Tokens at the end of a text that must have occurred before, by default; a single one says little about the next."""
-
-FORCED = 1_000_000
-"""Stands for the length of a match if a form forces the tokens."""
 
 LOOK_BACK = 8
 """Tokens at the end of a text that are looked for in an index of other texts that is new to it."""
@@ -42,7 +38,7 @@ PROMPT_TAIL = 16
 class Proposal(NamedTuple):
     """Tokens that may come next.
 
-    matched: tokens at the end of the text that occurred where these followed, or `FORCED`
+    matched: tokens at the end of the text that occurred where these followed
     """
 
     tokens: list[int]
@@ -130,16 +126,12 @@ class DraftSources:
 
     def propose(self, sequence: TokenSequence, count: int) -> Proposal | None:
         """At most `count` tokens that the request may get next; None if nothing is known."""
-        grammar, text = sequence.grammar_state, self.index(sequence, MAX_INDEXED)
+        text = self.index(sequence, MAX_INDEXED)
         found = self._find(text, count) if len(text.index) == len(sequence.token_ids) else None
-        if grammar is None:
+        if found is None or sequence.guide is None:
             return found
-        if found is not None and (allowed := grammar.num_allowed(found.tokens)) < len(found.tokens):
-            found = Proposal(found.tokens[:allowed], found.matched) if allowed else None
-        if forced := grammar.forced_tokens()[:count]:
-            agrees = found is not None and found.tokens[: len(forced)] == forced
-            return found if agrees else Proposal(forced, FORCED)
-        return found
+        allowed = sequence.guide.num_allowed(found.tokens)
+        return Proposal(found.tokens[:allowed], found.matched) if allowed else None
 
     def _find(self, text: _Text, count: int) -> Proposal | None:
         """The continuation of the text with the longest match, the own one first."""

@@ -20,7 +20,7 @@ class ScheduledChunk(NamedTuple):
     draft:    tokens that the request may get after its last known one: the last ones of the chunk, whose places in the
               cache hold them, and which count as computed only once they are accepted (see `drafts`)
     state:    of a model with recurrent layers
-    replayed: accepted tokens that are computed once more, before the last known one (see `recurrent_states`)
+    caught_up: known tokens that are computed with the last one (see `TokenSequence.num_to_catch_up`)
     """
 
     sequence: TokenSequence
@@ -31,7 +31,7 @@ class ScheduledChunk(NamedTuple):
     to_score: range = range(0)
     state: ChunkState | None = None
     draft: tuple[int, ...] = ()
-    replayed: int = 0
+    caught_up: int = 0
 
     @classmethod
     def of(cls, sequence: TokenSequence, most: int, state: ChunkState | None = None) -> ScheduledChunk:
@@ -66,9 +66,9 @@ class SchedulerOutput:
 
     @property
     def num_decoding(self) -> int:
-        """Number of decoding requests: one token that is not the first of a prompt, and perhaps a draft or replay."""
+        """Number of decoding requests: one token that is not the first of a prompt, perhaps with others around it."""
         return sum(
-            chunk.is_last and chunk.num_tokens == 1 + chunk.replayed + len(chunk.draft) and chunk.start > 0
+            chunk.is_last and chunk.num_tokens == 1 + chunk.caught_up + len(chunk.draft) and chunk.start > 0
             for chunk in self.chunks
         )
 

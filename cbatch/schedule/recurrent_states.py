@@ -155,7 +155,7 @@ class RecurrentStates:
         if accepted < len(chunk.draft):
             state.slot, snapshot.slot = snapshot.slot, state.slot
             sequence.num_computed = snapshot.tokens
-            sequence.num_to_replay = accepted
+            sequence.num_to_catch_up = accepted
         self.slots.drop(snapshot)
 
     def publish(self, sequence: TokenSequence) -> None:

@@ -136,8 +136,8 @@ class Scheduler:
             if budget == 0:
                 break
             allowed = states.allowed(sequence, prompts.allow(sequence, budget)) if pending else budget
-            awaits_draft = sequence.num_output_placeholders > 0 and self.drafts.holds_back(sequence)
-            if sequence in preempted or allowed == 0 or awaits_draft:
+            awaits = sequence.num_output_placeholders > 0 and self._awaits_token(sequence)
+            if sequence in preempted or allowed == 0 or awaits:
                 continue
             if sequence.is_running:
                 preempted.update(self._extend_blocks(sequence))
@@ -159,15 +159,19 @@ class Scheduler:
             self.held_back["slots" if full else "target" if is_late else "cache" if budget else "budget"] += 1
         return scheduled
 
+    def _awaits_token(self, sequence: TokenSequence) -> bool:
+        """Whether a request waits for its token of the step in flight: it decides what the request computes next."""
+        return (sequence.guide is not None and sequence.guide.awaits_token) or self.drafts.holds_back(sequence)
+
     def _schedule_chunk(self, sequence: TokenSequence, budget: int) -> ScheduledChunk:
         """The request's next tokens, as many as `budget` allows; they count as computed."""
         will_admit = bool(self.waiting) and len(self.running) < self.max_seqs
         chunk = self.states.schedule_chunk(sequence, budget, spare=will_admit)
         sequence.num_computed = chunk.stop
         sequence.num_output_placeholders += chunk.is_last
-        if sequence.num_to_replay:
-            chunk = chunk._replace(replayed=min(sequence.num_to_replay, chunk.num_tokens))
-            sequence.num_to_replay -= chunk.replayed
+        if sequence.num_to_catch_up:
+            chunk = chunk._replace(caught_up=min(sequence.num_to_catch_up, chunk.num_tokens))
+            sequence.num_to_catch_up -= chunk.caught_up
         self._cache_full_blocks(sequence, chunk.start)
         return chunk
 
@@ -230,14 +234,17 @@ class Scheduler:
         events = [sequence.accept(samples[0])]
         # One that was preempted since has a place for one token only.
         foreseen = chunk.draft if sequence.blocks is chunk.blocks else ()
-        for draft, before, sample in zip(foreseen, samples, samples[1:], strict=False):
-            if events[-1].finish_reason is not None or before.token_id != draft or sample.error is not None:
+        for draft, sample in zip(foreseen, samples[1:], strict=False):
+            if events[-1].finish_reason is not None or events[-1].token_id != draft or sample.error is not None:
                 break  # an error counts only in a step of its own
             sequence.num_computed += 1
             events.append(sequence.accept(sample))
         if chunk.draft:
             self.drafts.observe(chunk, len(events) - 1)
             self.states.settle_draft(chunk, len(events) - 1)
+        while events[-1].finish_reason is None and (token := sequence.forced_token) is not None:
+            events.append(sequence.accept(Sample(token)))
+            sequence.num_to_catch_up += 1
         if events[-1].finish_reason is not None:
             if events[-1].token_id is not None:
                 self._admission.lengths.add(sequence.num_generated)
@@ -346,5 +353,5 @@ class Scheduler:
         self.running.remove(sequence)
         self.pool.free(sequence.blocks)
         sequence.blocks = []
-        sequence.num_drafted = sequence.num_to_replay = 0
+        sequence.num_drafted = sequence.num_to_catch_up = 0
         self.states.release(sequence)

@@ -32,18 +32,37 @@ class StopStringDetokenizer(Protocol):
         """The text that was held back, at the end of the output."""
 
 
-class TokenConstraint(Protocol):
-    """Follows a constrained output (`structured.grammar.GrammarState`)."""
+class OutputGuide(Protocol):
+    """Says which tokens an output may have (`structured.grammar.GrammarState`, `structured.reasoning.ReasoningState`).
+
+    needs_mask:  whether some tokens may not come next
+    is_over:     whether `successor` guides the output from here on; None lets anything come
+    is_complete: whether what has come is a complete form
+    is_finished: whether nothing can follow it, either
+    forced:      tokens that come next, whatever the model would say; mostly none
+    awaits_token: whether no step may be scheduled before the token of the step in flight is known
+    """
 
     @property
-    def is_finished(self) -> bool:
-        """Whether the output is complete and nothing can follow it."""
+    def needs_mask(self) -> bool: ...
+    @property
+    def is_over(self) -> bool: ...
+    @property
+    def successor(self) -> OutputGuide | None: ...
+    @property
+    def is_complete(self) -> bool: ...
+    @property
+    def is_finished(self) -> bool: ...
+    @property
+    def forced(self) -> Sequence[int]: ...
+    @property
+    def awaits_token(self) -> bool: ...
 
-    def accept(self, token_id: int) -> None:
-        """Takes in one token of the output."""
+    def accept(self, token_id: int, left: int) -> int | None:
+        """Takes in one token, which `left` more may follow.
 
-    def forced_tokens(self) -> list[int]:
-        """Tokens with which the output probably goes on, because no other text may come; mostly none."""
+        Returns the one that the output gets: perhaps another, or None if it ends without this one.
+        """
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
         """How many of these tokens, one after the other, may come next."""
@@ -103,14 +122,14 @@ class TokenSequence:
 
     sample_index:   number of the output among those of its request
     detokenizer:    finds stop strings; None if it has none
-    grammar_state:  follows a constrained output
+    guide:          says which tokens may come; None if all may
     counts:         tokens that penalties look at
     allowed_bitmask: `params.allowed_token_ids` as a set of tokens, made by the sampler when it first needs it
     changes_logits: whether its parameters change logits before a token is sampled; most do not
     num_output_placeholders: tokens that steps in flight will give it; `token_ids` holds those that are known
     num_drafted:    tokens of its draft in the step in flight, if that has one and the sequence has kept its blocks
-    num_to_replay:  accepted tokens that are computed once more, with its last known one, because its recurrent state
-                    had to go back to before them
+    num_to_catch_up: known tokens of the output that are computed with its last one: it was forced to have them, or its
+                    recurrent state had to go back to before them
     num_peer_preemptions: how often sequences of the same priority preempted it
     has_ended:      whether its last event was made or it was cancelled; tokens of steps in flight are dropped then
     scored:         log-probabilities of the prompt's tokens from the second on, as far as they are known
@@ -122,7 +141,7 @@ class TokenSequence:
     request: Request
     sample_index: int = 0
     detokenizer: StopStringDetokenizer | None = None
-    grammar_state: TokenConstraint | None = None
+    guide: OutputGuide | None = None
     counts: TokenCounts | None = None
     allowed_bitmask: object = None
     changes_logits: bool = field(init=False)
@@ -130,7 +149,7 @@ class TokenSequence:
     num_computed: int = 0
     num_output_placeholders: int = 0
     num_drafted: int = 0
-    num_to_replay: int = 0
+    num_to_catch_up: int = 0
     num_cached: int = 0
     num_preemptions: int = 0
     num_peer_preemptions: int = 0
@@ -177,9 +196,9 @@ class TokenSequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether computing one token gives the next, but for a replay; also true for the last token of a prefill."""
+        """Whether its last token gives the next, perhaps with others to catch up; also true at the end of a prefill."""
         known = len(self.token_ids) + self.num_output_placeholders
-        return self.num_computed > 0 and self.num_computed + 1 + self.num_to_replay == known
+        return self.num_computed > 0 and self.num_computed + 1 + self.num_to_catch_up == known
 
     @property
     def is_finishing(self) -> bool:
@@ -195,7 +214,7 @@ class TokenSequence:
     @property
     def min_tokens(self) -> int:
         """Tokens before which nothing ends the output; 0 for a constrained output, which ends when it is complete."""
-        return 0 if self.grammar_state is not None else self.params.min_tokens
+        return 0 if self.request.grammar is not None else self.params.min_tokens
 
     @property
     def scores_prompt(self) -> bool:
@@ -206,6 +225,13 @@ class TokenSequence:
     def has_unscored_prompt(self) -> bool:
         """Whether log-probabilities of its prompt are asked for and not all known yet."""
         return self.scores_prompt and len(self.scored) < self.num_prompt - 1
+
+    @property
+    def forced_token(self) -> int | None:
+        """A token that comes next whatever a step would say. Where log-probabilities are wanted, steps give it."""
+        if self.guide is None or self.num_output_placeholders or self.params.logprobs is not None:
+            return None
+        return self.guide.forced[0] if self.guide.forced else None
 
     def followed_by(self, tokens: Sequence[int]) -> TokenSequence:
         """The request as the sampler would see it after these tokens of its output; itself if that changes nothing."""
@@ -231,28 +257,39 @@ class TokenSequence:
     def _accept(self, sample: Sample) -> TokenEvent:
         if sample.error is not None:
             return self.fail(sample.error)
-        if self.request.max_new_tokens == 0 or (self.grammar_state is not None and self.grammar_state.is_finished):
+        if self.request.max_new_tokens == 0 or (self.guide is not None and self.guide.is_finished):
             reason: FinishReason = "length" if self.request.max_new_tokens == 0 else "stop"
             return self._last(None, "", reason)
+        may_stop = self.num_generated + 1 >= self.min_tokens
+        is_end = may_stop and sample.token_id in self.request.stop_ids
         token_id = sample.token_id
+        if self.guide is not None and not is_end:
+            guided = self._guided(self.guide, token_id)
+            if guided is None:
+                return self._last(None, "", "length")
+            if guided != token_id:
+                token_id, sample = guided, Sample(guided)
         self.token_ids.append(token_id)
         if self.counts is not None:
             self.counts.add(token_id)
-        may_stop = self.num_generated >= self.min_tokens
-        if may_stop and token_id in self.request.stop_ids:
+        if is_end:
             return self._last(sample, "", "stop")
         text = ""
         if self.detokenizer is not None:
             text = self.detokenizer.push(token_id, may_stop=may_stop)
             if self.detokenizer.stop_reason is not None:
                 return self._event(sample, text, "stop", self.detokenizer.stop_reason)
-        if self.grammar_state is not None:
-            self.grammar_state.accept(token_id)
-            if self.grammar_state.is_finished:
-                return self._last(sample, text, "stop")
+        if self.guide is not None and self.guide.is_finished:
+            return self._last(sample, text, "stop")
         if self.num_generated >= self.request.max_new_tokens:
             return self._last(sample, text, "length")
         return self._event(sample, text)
+
+    def _guided(self, guide: OutputGuide, token_id: int) -> int | None:
+        taken = guide.accept(token_id, self.request.max_new_tokens - self.num_generated - 1)
+        if guide.is_over:
+            self.guide = guide.successor
+        return taken
 
     def fail(self, error: RequestError) -> TokenEvent:
         """The event of a request that ends with an error."""
@@ -273,5 +310,6 @@ class TokenSequence:
             cached_tokens=self.num_cached,
             sample_index=self.sample_index,
             logprobs=sample.logprobs if sample is not None else None,
+            closed=reason == "length" and self.guide is not None and self.guide.is_complete,
             prompt_logprobs=self.scored if self.scores_prompt and self.num_generated == bool(sample) else None,
         )

@@ -82,6 +82,8 @@ CHANGES: dict[str, Any] = {
     "regex": "[a-z]+",
     "choice": ["a", "b"],
     "grammar": 'start: "x"',
+    "close_forms": False,
+    "pretty_json": True,
 }
 """A value of each parameter that is not its default; the others become 0.5."""
 

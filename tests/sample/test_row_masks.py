@@ -29,13 +29,13 @@ VOCABULARY = 75
 class Open:
     """A constraint whose masks the tests make."""
 
-    is_finished = False
+    is_finished, needs_mask = False, True
 
 
 def make_request(allowed: Sequence[int] | None = None, *, constrained: bool = False, **params: Any) -> TokenSequence:
     asked = SamplingParams(allowed_token_ids=allowed, **params)
     state: Any = Open() if constrained else None
-    return TokenSequence(0, [1] * 5, Request(params=asked, max_new_tokens=9), grammar_state=state)
+    return TokenSequence(0, [1] * 5, Request(params=asked, max_new_tokens=9), guide=state)
 
 
 def masks_of(*sets: Sequence[int]) -> TokenMasks:
@@ -147,7 +147,7 @@ def test_masked_steps_on_a_gpu_wait_for_nothing(kernel: bool) -> None:
         filler = MaskFiller(1, pin=True)
         for rows in (sequences, [sequences[0], sequences[2]], [sequences[1]]):
             state: Any = AnyState()
-            filler.begin([Place(state) for sequence in rows if sequence.grammar_state is not None])
+            filler.begin([Place(state) for sequence in rows if sequence.guide is not None])
             masks = filler.result()
             with device.no_waits():
                 pending(rows, logits[: len(rows)], masks, sampler).get()

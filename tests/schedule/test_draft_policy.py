@@ -12,7 +12,6 @@ from cbatch.base.request import Request
 from cbatch.schedule import draft_policy
 from cbatch.schedule.block_pool import BlockPool
 from cbatch.schedule.draft_policy import AcceptanceRates, StepCost, kind_of
-from cbatch.schedule.draft_sources import FORCED
 from cbatch.schedule.limits import StepLimits
 from cbatch.schedule.output import StepResult
 from cbatch.schedule.scheduler import Scheduler
@@ -159,10 +158,6 @@ def test_rates_are_learnt_by_length_of_the_match() -> None:
         rates.observe_draft(20, 1, int(rng.random() < 0.9))
     assert rates.rate(kind_of(2)) == pytest.approx(0.3, abs=0.15)
     assert rates.rate(kind_of(20)) == pytest.approx(0.9, abs=0.1)
-    before = rates.rate(kind_of(FORCED))
-    rates.observe_draft(FORCED, 5, 0)
-    assert rates.rate(kind_of(FORCED)) < before
-    assert kind_of(FORCED) == kind_of(FORCED + 3) > kind_of(10**5)
 
 
 def test_a_request_backs_off_by_itself_and_begins_with_what_others_had() -> None:
@@ -185,7 +180,6 @@ def test_longer_matches_are_expected_to_be_right_as_often() -> None:
     for _ in range(100):
         common.observe(kind_of(1), is_right=True)
     assert all(AcceptanceRates(common).rate(kind_of(length)) > 0.9 for length in (1, 2, 5, 40))
-    assert common.rate(kind_of(FORCED)) == AcceptanceRates().rate(kind_of(FORCED)), "a form is no match"
     for _ in range(20):
         common.observe(kind_of(5), is_right=False)
     assert common.rate(kind_of(5)) < 0.2 and common.rate(kind_of(2)) > 0.9

@@ -78,8 +78,8 @@ def replay_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def planted(self: RecurrentStates, chunk: ScheduledChunk, accepted: int) -> None:
         settle(self, chunk, accepted)
-        chunk.sequence.num_computed += chunk.sequence.num_to_replay
-        chunk.sequence.num_to_replay = 0
+        chunk.sequence.num_computed += chunk.sequence.num_to_catch_up
+        chunk.sequence.num_to_catch_up = 0
 
     monkeypatch.setattr(RecurrentStates, "settle_draft", planted)
 
@@ -105,7 +105,7 @@ def test_replayed_tokens_are_no_part_of_a_prompt(monkeypatch: pytest.MonkeyPatch
     def note(record: StepRecord) -> None:
         nonlocal replayed
         scheduled = record.scheduled
-        replayed += sum(chunk.replayed for chunk in scheduled.chunks)
+        replayed += sum(chunk.caught_up for chunk in scheduled.chunks)
         assert scheduled.num_decoding == sum(chunk.is_decode for chunk in scheduled.chunks)
 
     engine.on_step = note

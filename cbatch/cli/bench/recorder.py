@@ -228,7 +228,7 @@ class RunRecorder:
             self._used_slots.add(submission.slot)
         request = self.record.requests[submission.index]
         kind: TokenKind = "padding" if submission.is_padding else "idle" if request.is_done else "prefill"
-        if kind == "prefill" and request.tokens and chunk.num_tokens == 1 + chunk.replayed + drafted:
+        if kind == "prefill" and request.tokens and chunk.num_tokens == 1 + chunk.caught_up + drafted:
             kind = "decode"
         accepted = max(got - 1, 0) if drafted else 0
         return RecordedChunk(submission.slot, submission.index, kind, chunk.start, chunk.num_tokens, drafted, accepted)

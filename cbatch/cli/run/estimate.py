@@ -160,7 +160,7 @@ def run_trial(engine: Engine, rows: Sequence[SampledRow], seconds: float) -> Tri
 
     def on_step(step: StepRecord) -> None:
         scheduled = step.scheduled
-        beside = sum(len(chunk.draft) + chunk.replayed for chunk in scheduled.chunks)
+        beside = sum(len(chunk.draft) + chunk.caught_up for chunk in scheduled.chunks)
         decoding = scheduled.num_decoding
         begun.append((step.start, scheduled.num_tokens - decoding - beside, decoding))
 

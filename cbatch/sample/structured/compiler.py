@@ -22,10 +22,13 @@ from cbatch.isolate.sandbox import Sandbox
 from cbatch.isolate.worker import WorkerFailed
 from cbatch.sample.structured.grammar import CompiledGrammar
 from cbatch.sample.structured.lark import ToolCallGrammar, check_source, constraint_error, to_lark
-from cbatch.sample.structured.sandbox import LIMITS, TOO_COMPLEX, TRIAL_LIMITS, Vocabulary
+from cbatch.sample.structured.sandbox import LIMITS, SINGLE_BYTES, TOO_COMPLEX, TRIAL_LIMITS, Vocabulary
 from cbatch.text.tokenizer import ChatTokenizer
 
 CACHE_SIZE = 128
+SOURCE_PER_TOKEN, LEAST_GROWTH = 8, 16
+"""Characters of a schema for one token of its shortest JSON, and what any form may grow by."""
+
 TRIAL = "cbatch.sample.structured.sandbox:GrammarTrial"
 
 
@@ -76,7 +79,15 @@ class ConstraintCompiler:
         matcher = self._library.LLMatcher(self._vocabulary, grammar, limits=limits, log_level=0)
         if matcher.is_error():
             return constraint_error(constraint, matcher.get_error())
-        return CompiledGrammar(matcher, self.vocab_size, self._model_tokenizer)
+        byte_matcher = self._library.LLMatcher(self._bytes, grammar, limits=limits, log_level=0)
+        return CompiledGrammar(
+            matcher,
+            None if constraint.kind == "tool_call" or byte_matcher.is_error() else byte_matcher,
+            self.vocab_size,
+            self._tokens,
+            self._model_tokenizer,
+            len(constraint.source) // SOURCE_PER_TOKEN + LEAST_GROWTH,
+        )
 
     def _checked_grammar(self, constraint: Constraint) -> str:
         if constraint.kind != "tool_call":
@@ -113,6 +124,8 @@ class ConstraintCompiler:
         self._special = [token for token in range(known.vocab_size) if known.is_special_token(token)]
         tokens = [known.decode_bytes([token]) for token in range(known.vocab_size)]
         tokens += [b""] * (self.vocab_size - len(tokens))
+        self._tokens = tokens
         self._vocabulary = llguidance.LLTokenizer(Vocabulary(tokens, self._special))
+        self._bytes = llguidance.LLTokenizer(Vocabulary(SINGLE_BYTES))
         self._model_tokenizer = known
         self._library = llguidance

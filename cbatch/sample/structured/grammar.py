@@ -1,33 +1,87 @@
-"""The position of one output in its grammar, and the tokens that may come next."""
+"""The position of one output in its grammar, and the tokens that may come next.
+
+Text that a grammar forces is written as the tokenizer would write it: its tokens stand in a queue, and until that is
+empty only the next one of it may come. So it costs no steps: the scheduler appends the queue (`TokenSequence.forced`).
+
+A form ends before its budget does. Once the budget gets short, a way to the end is known after each token. A token from
+which no way fits into what is left of the budget is replaced by the first one of the way that was known before it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.base.errors import RequestError
+from cbatch.sample.structured.closing import MAX_BYTES, short_end
 from cbatch.sample.structured.sandbox import is_dead_end
 from cbatch.sample.structured.token_bitmask import bitmask_of, full_bitmask
 
 FAILED = "The output's constraint could not be kept: "
 TOO_COMPLEX = "it is too complex at this place."
 
+NO_BUDGET = 1 << 31
+
+BYTES_PER_TOKEN = 8
+"""Of a way to the end, at most; longer ones are not looked for."""
+
+SPARE_FOR_LOGPROBS = 32
+"""Tokens by which a form is closed early if log-probabilities are wanted: no token of it can be replaced."""
+
 
 @dataclass(frozen=True, eq=False)
 class CompiledGrammar:
     """A compiled constraint, made by `ConstraintCompiler.compile`. Any number of requests may share it.
 
-    tokenizer: the model's, in the library's form, which makes tokens of text that the grammar forces
+    matcher:      over the tokens of the model
+    byte_matcher: the same over single bytes; None if the form has special tokens in it
+    token_bytes:  of each token
+    tokenizer:    the model's, in the library's form, which makes tokens of text that the grammar forces
+    growth:       about how many tokens a way to the end can grow by if one token comes
     """
 
     matcher: Any
+    byte_matcher: Any
     vocab_size: int
+    token_bytes: Sequence[bytes]
     tokenizer: Any
+    growth: int
+
+    @cached_property
+    def shortest(self) -> tuple[int, ...] | None:
+        """Tokens of a short output; None if none was found."""
+        found = self.closing(self.byte_matcher, MAX_BYTES) if self.byte_matcher is not None else None
+        is_right = found is not None and self.matcher.validate_tokens(list(found)) == len(found)
+        return found if is_right else None
+
+    def closing(self, byte_matcher: Any, most: int) -> tuple[int, ...] | None:
+        """Tokens of a short way to the end, of at most so many bytes; None if none was found."""
+        end = short_end(byte_matcher, most)
+        return None if end is None else tuple(self.tokens_of(end))
+
+    def tokens_of(self, text: bytes, *, is_whole: bool = True) -> list[int]:
+        """The tokens of a text, none of them special. If more text follows, without those that it may change."""
+        tokens = self.tokenizer.tokenize_bytes(text) if is_whole else self.tokenizer.tokenize_partial(text)[0]
+        if any(map(self.tokenizer.is_special_token, tokens)):  # its text is spelt out
+            tokens = self.tokenizer.greedy_tokenize(text.decode("utf-8", "ignore"))[: None if is_whole else -1]
+        return list(tokens)
+
+
+class OutputState(Protocol):
+    """The position of an output in what it has to keep to, as far as masks need it."""
+
+    vocab_size: int
+    error: str | None
+
+    def fill_ahead(self, bitmasks: NDArray[np.int32], draft: Sequence[int]) -> list[str | None]:
+        """See `GrammarState`."""
 
 
 class GrammarState:
@@ -36,16 +90,22 @@ class GrammarState:
     `error` is a sentence after something has failed. A failed state stays failed.
     """
 
+    needs_mask, is_over, successor = True, False, None
+
     def __init__(
         self,
         grammar: CompiledGrammar,
         stop_ids: Collection[int],
-        starts_after: Callable[[list[int]], bool] | None = None,
+        budget: int = NO_BUDGET,
+        *,
+        closes: bool = False,
+        may_replace: bool = True,
     ) -> None:
         """
-        stop_ids:     tokens that end the output; allowed when it may end
-        starts_after: for outputs that begin with something else, such as reasoning: whether the constrained part
-                      starts after these tokens
+        stop_ids:    tokens that end the output; allowed when it may end
+        budget:      most tokens of the output
+        closes:      end the form before the budget ends
+        may_replace: whether a sampled token may be replaced for that; otherwise the form is closed somewhat earlier
         """
         self.vocab_size = grammar.vocab_size
         self.error: str | None = None
@@ -53,60 +113,79 @@ class GrammarState:
         stops = bitmask_of(self._stop_ids, self.vocab_size)
         self._stop_places = stops.nonzero()[0]
         self._stop_bits = stops[self._stop_places]
+        self._grammar = grammar
         self._matcher = grammar.matcher.deep_copy()  # shares no mutable state: others do not use up its limits
-        self._tokenizer = grammar.tokenizer
-        self._starts_after = starts_after
-        self._before: list[int] = []
         self._is_ended = False
+        self._queue: deque[int] = deque()
+        self._closes, self._may_replace = closes and grammar.shortest is not None, may_replace
+        self._spare = 0 if may_replace else min(SPARE_FOR_LOGPROBS, budget // 4)
+        self._left = budget
+        self._closing = grammar.shortest if self._closes else None
+        """A way to the end from here; None if none is known."""
+        self._check_at = NO_BUDGET
+        """What is left of the budget when the next way is looked for."""
+        self._bytes: Any = None
+        self._to_feed = bytearray()
+        """A matcher over bytes, made when it is first needed, and what it has not been given yet."""
+        self._find_forced()
+
+    @property
+    def shortest(self) -> int:
+        """Tokens of a short output; 0 if the form is not closed before the budget ends."""
+        return len(self._grammar.shortest or ()) if self._closes else 0
 
     @property
     def is_complete(self) -> bool:
         """Whether the text so far is a complete match, so that an end token may come."""
-        return self.error is None and self._starts_after is None and bool(self._matcher.is_accepting())
+        return self.error is None and bool(self._matcher.is_accepting())
 
     @property
     def is_finished(self) -> bool:
         """Whether nothing can follow: an end token came, or the text is a complete match that no longer one extends."""
         return self._is_ended or (self.is_complete and bool(self._matcher.is_stopped()))
 
-    def accept(self, token_id: int) -> None:
-        """Advances by one token of the output.
+    @property
+    def forced(self) -> Sequence[int]:
+        """Tokens with which the output goes on, whatever the model would say."""
+        return self._queue
+
+    @property
+    def awaits_token(self) -> bool:
+        """Whether no step may be computed for a token that is not known: another may take its place, or follow it."""
+        return len(self._queue) > 1 or (self._closes and self._may_replace and self._left - 1 <= self._check_at)
+
+    def accept(self, token_id: int, left: int = NO_BUDGET) -> int | None:
+        """Advances by one token of the output. Returns the one that it gets: perhaps another, or None if it ends here.
+
+        left: tokens that may still follow it
 
         Raises RequestError (`invalid_row`) for a token that the grammar does not allow here.
         """
-        if self._starts_after is not None:
-            self._before.append(token_id)
-            if self._starts_after(self._before):
-                self._starts_after, self._before = None, []
-            return
-        if self.error is None and token_id in self._stop_ids and self.is_complete:
+        is_forced = bool(self._queue)
+        if self.error is None and not is_forced and token_id in self._stop_ids and self.is_complete:
             self._is_ended = True
-            return
-        if self.error is None and (self._is_ended or not self._matcher.consume_token(token_id)):
+            return token_id
+        is_due = is_forced and token_id != self._queue[0]
+        if self.error is None and (self._is_ended or is_due or not self._matcher.consume_token(token_id)):
             is_limit = str(self._matcher.stop_reason()).endswith("TooComplex")
             self.error = FAILED + (TOO_COMPLEX if is_limit else f"token {token_id} is not allowed where it came.")
         if self.error is not None:
             raise RequestError("invalid_row", self.error)
-
-    def forced_tokens(self) -> list[int]:
-        """Tokens of the text with which any output goes on from here, as the tokenizer would cut it; mostly none.
-
-        The grammar may allow other tokens of the same text. What depends on the text after it is left out.
-        """
-        if self.error is not None or self._is_ended or self._starts_after is not None:
-            return []
-        text = self._matcher.compute_ff_bytes()
-        return list(self._tokenizer.tokenize_partial(text)[0]) if text else []
+        if is_forced:
+            self._queue.popleft()
+        taken = self._within_budget(token_id, left, is_forced=is_forced) if self._closes else token_id
+        if not self._queue and not self._is_ended:
+            self._find_forced()
+        return taken
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens, one after the other, may come next. End tokens do not count as allowed.
-
-        Before the constrained part any other token may come; where that part starts among them is not looked for.
-        """
+        """How many of these tokens, one after the other, may come next. End tokens do not count as allowed."""
         if self.error is not None or self._is_ended:
             return 0
         end = next((place for place, token in enumerate(token_ids) if token in self._stop_ids), len(token_ids))
-        return end if self._starts_after is not None else int(self._matcher.validate_tokens(list(token_ids[:end])))
+        pairs = enumerate(zip(token_ids, self._queue, strict=False))
+        end = next((place for place, (token, forced) in pairs if token != forced), end)
+        return int(self._matcher.validate_tokens(list(token_ids[:end])))
 
     def fill_ahead(self, bitmasks: NDArray[np.int32], draft: Sequence[int]) -> list[str | None]:
         """Fills the first of 1 + D bitmasks as `fill` does, and the others for the places after each token of a draft.
@@ -116,7 +195,7 @@ class GrammarState:
         errors = [self.error or self.fill(bitmasks[0])]
         if draft:
             ahead = copy(self)
-            ahead._matcher, ahead._before = self._matcher.deep_copy(), list(self._before)
+            ahead._matcher, ahead._queue, ahead._closes = self._matcher.deep_copy(), deque(self._queue), False
         for bitmask, token in zip(bitmasks[1:], draft, strict=True):
             try:
                 ahead.accept(token)
@@ -131,13 +210,13 @@ class GrammarState:
         Stop ids may come exactly when the text is complete, other special tokens only if the grammar names them. If the
         output is finished and there are no stop ids, nothing may come.
         """
-        bitmask[:] = full_bitmask(self.vocab_size)
-        if self._starts_after is not None:
-            bitmask[self._stop_places] &= ~self._stop_bits
+        if self._queue:
+            bitmask[:] = bitmask_of([self._queue[0]], self.vocab_size)
             return None
         found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
         if self._matcher.is_error():
             return FAILED + ("no text can follow here." if is_dead_end(self._matcher) else TOO_COMPLEX)
+        bitmask[:] = full_bitmask(self.vocab_size)
         bitmask &= found[: len(bitmask)]  # the library has an end token of its own past the vocabulary
         bitmask[self._stop_places] &= ~self._stop_bits
         is_complete = self.is_complete
@@ -147,3 +226,75 @@ class GrammarState:
         if is_complete:
             bitmask[self._stop_places] |= self._stop_bits
         return None if is_complete or bitmask.any() else f"{FAILED}no token of the model can come next."
+
+    def _find_forced(self) -> None:
+        """Queues the tokens of the text that is forced next. What depends on the text after it is left out."""
+        # A copy, because the library can compute no mask after forced bytes that stand for a special token.
+        text = self._matcher.deep_copy().compute_ff_bytes() if self.error is None else b""
+        if not text:
+            return
+        tokens = self._grammar.tokens_of(text)
+        if not self._leads_to_end(tokens, stops=True):
+            tokens = self._grammar.tokens_of(text, is_whole=False)
+        self._queue += tokens[: self._matcher.validate_tokens(tokens)]
+
+    def _within_budget(self, token_id: int, left: int, *, is_forced: bool) -> int | None:
+        """Sees to it that the form can end with `left` tokens after this one, which has just been taken."""
+        before, self._closing, self._left = self._closing, None, left
+        if before and before[0] == token_id:
+            self._closing = before[1:]  # the same way
+        self._to_feed += self._grammar.token_bytes[token_id]
+        if left > self._check_at:
+            return token_id
+        if self._closing is None:
+            self._closing = self._find_closing(before or (), left)
+        closing = self._closing
+        is_late = closing is None and before is not None and len(before) + self._grammar.growth >= left
+        goes_back = self._may_replace and not is_forced and before is not None and len(before) <= left + 1
+        if goes_back and before is not None and (is_late or (closing is not None and len(closing) > left)):
+            self._take_back(token_id)
+            if not before:
+                self._is_ended = True
+                return None
+            token_id, self._closing = before[0], before[1:]
+            closing = self._closing
+            self._matcher.consume_token(token_id)
+            self._to_feed += self._grammar.token_bytes[token_id]
+        slack = left - self._spare - len(closing) if closing is not None else 0
+        self._check_at = left - 1 - max(slack - self._grammar.growth, 0) // 4
+        if closing is not None and slack <= 0 and len(closing) <= left and not self._queue:
+            self._queue += closing
+        return token_id
+
+    def _take_back(self, token_id: int) -> None:
+        """Goes back to before the latest token."""
+        self._matcher.rollback(1)
+        count = len(self._grammar.token_bytes[token_id])
+        if self._to_feed:
+            del self._to_feed[-count:]
+        else:
+            self._bytes.rollback(count)
+
+    def _find_closing(self, before: tuple[int, ...], left: int) -> tuple[int, ...] | None:
+        """A way to the end: the one from before, if it still leads there and is short enough, or another one."""
+        if self.is_complete:
+            return ()
+        if before and len(before) < left and self._leads_to_end(before):
+            return before
+        if self._bytes is None:
+            self._bytes = self._grammar.byte_matcher.deep_copy()
+        if self._bytes.try_consume_tokens(list(self._to_feed)) < len(self._to_feed):
+            self._closes = False  # it is too complex for the matcher over bytes
+            return None
+        self._to_feed.clear()
+        found = self._grammar.closing(self._bytes, min(BYTES_PER_TOKEN * (left + 1), MAX_BYTES))
+        return found if found is not None and self._leads_to_end(found) else None
+
+    def _leads_to_end(self, tokens: Sequence[int], *, stops: bool = False) -> bool:
+        """Whether the text is complete after these tokens, and nothing can follow if it `stops`."""
+        if self._matcher.validate_tokens(list(tokens)) < len(tokens):
+            return False
+        self._matcher.consume_tokens(list(tokens))
+        is_end = self._matcher.is_accepting() and (not stops or self._matcher.is_stopped())
+        self._matcher.rollback(len(tokens))
+        return bool(is_end)

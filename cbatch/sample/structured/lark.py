@@ -16,6 +16,7 @@ from typing import Any, Literal
 from cbatch.base.errors import RequestError
 from cbatch.base.params import Constraint, Kind, SamplingParams
 from cbatch.base.request import ToolChoice
+from cbatch.sample.structured.json_schema import RESERVED_KEYWORD, json_rule
 from cbatch.text.tokenizer import ChatTokenizer
 from cbatch.text.tool_calls import HERMES, LLAMA, MISTRAL, TOOL_TAGS
 
@@ -24,12 +25,6 @@ MAX_SOURCE = 1 << 20
 
 # Without this the library allows only one tokenization of text that the grammar forces.
 HEADER = '%llguidance {"no_forcing": true}\n'
-
-# A small model can fill its whole budget with blanks if any number of them is allowed.
-_JSON_OPTIONS = {"whitespace_pattern": r"( |\r?\n[ \t]{0,40})", "lenient": False}
-
-RESERVED_KEYWORD = "x-guidance"
-"""The library's keyword for its own options in a JSON schema."""
 
 _NAMES: dict[Kind, str] = {
     "json_object": "The JSON object",
@@ -70,9 +65,12 @@ def to_lark(constraint: Constraint) -> str:
     check_source(constraint)
     match constraint.kind:
         case "json_object":
-            return f"{HEADER}start: {json_rule({'type': 'object'})}"
+            return f"{HEADER}start: {json_rule({'type': 'object'}, pretty=constraint.pretty)}"
         case "json_schema":
-            return f"{HEADER}start: {json_rule(_read_schema(constraint))}"
+            try:
+                return f"{HEADER}start: {json_rule(_read_schema(constraint), pretty=constraint.pretty)}"
+            except RecursionError:
+                raise constraint_error(constraint, "It is nested too deeply.") from None
         case "regex":
             import llguidance
 
@@ -97,16 +95,8 @@ def constraint_error(constraint: Constraint, what: str, part: str = "") -> Reque
     return RequestError("invalid_row", f"{name} cannot be used: {_shorten(constraint, what)}")
 
 
-def json_rule(schema: dict[str, Any]) -> str:
-    """The rule of a grammar for JSON that is valid for a schema."""
-    return "%json " + json.dumps(schema | {RESERVED_KEYWORD: _JSON_OPTIONS})
-
-
 def _read_schema(constraint: Constraint) -> dict[str, Any]:
-    try:
-        schema = json.loads(constraint.source)
-    except RecursionError:
-        raise constraint_error(constraint, "It is nested too deeply.") from None
+    schema = json.loads(constraint.source)
     if schema is True:
         return {}
     if not isinstance(schema, dict):

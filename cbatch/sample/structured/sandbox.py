@@ -31,6 +31,8 @@ STEPS = 32
 TOO_COMPLEX = "It is too complex."
 NO_MATCH = "No text can match it."
 
+SINGLE_BYTES = [bytes([byte]) for byte in range(256)]
+
 
 class Vocabulary:
     """A vocabulary in the library's form: the bytes of each token by id, empty for unused ids.
@@ -62,7 +64,7 @@ class GrammarTrial:
     def __init__(self) -> None:
         import llguidance
 
-        tokenizer = llguidance.LLTokenizer(Vocabulary([bytes([byte]) for byte in range(256)]))
+        tokenizer = llguidance.LLTokenizer(Vocabulary(SINGLE_BYTES))
         limits = llguidance.LLParserLimits(**LIMITS)
         self._make_matcher = partial(llguidance.LLMatcher, tokenizer, limits=limits, log_level=0)
         threading.stack_size(STACK)

@@ -33,6 +33,7 @@ from cbatch.sample.structured.compiler import ConstraintCompiler
 from cbatch.sample.structured.grammar import GrammarState
 from cbatch.sample.structured.lark import to_lark
 from cbatch.sample.structured.masks import MaskFiller, Place, TokenMasks
+from cbatch.sample.structured.reasoning import ReasoningState
 from cbatch.sample.structured.sandbox import TRIAL_LIMITS
 from cbatch.sample.structured.token_bitmask import bitmask_size, full_bitmask, to_bools
 from cbatch.text.loading import of_transformers
@@ -43,7 +44,7 @@ pytest.importorskip("llguidance", reason="the extra `structured` is not installe
 
 WIDTH = 1030  # of the demo model's logits, were they wider than its tokenizer's vocabulary of 1,024
 STOP = 2
-CLOSERS = [b"}", b"]", b'"']
+CLOSERS = [b"}", b"]", b'"', b","]
 
 
 def token_bytes() -> list[bytes]:
@@ -73,10 +74,10 @@ def compiler(demo: ChatTokenizer) -> Iterator[ConstraintCompiler]:
 
 
 def start(
-    compiler: ConstraintCompiler, kind: Kind, source: Any = "", *, ends: Any = (STOP,), when: Any = None
+    compiler: ConstraintCompiler, kind: Kind, source: Any = "", *, ends: Any = (STOP,), **options: Any
 ) -> GrammarState:
     text = source if isinstance(source, str) else json.dumps(source)
-    return GrammarState(compiler.compile(Constraint(kind, text)), list(ends), *[when] * (when is not None))
+    return GrammarState(compiler.compile(Constraint(kind, text)), list(ends), **options)
 
 
 def fill_masks(states: list[GrammarState]) -> TokenMasks:
@@ -305,9 +306,13 @@ def test_a_token_that_is_not_allowed_fails_its_request_only(compiler: Constraint
 def test_the_text_of_a_special_token_is_text(compiler: ConstraintCompiler) -> None:
     """Guards control tokens: a pattern that spells one is matched by plain tokens only."""
     state = start(compiler, "regex", r"(<\|im_end\|>)+", ends=[])
-    for byte in b"<|im_end|><":
-        assert not {0, 1, 2} & set(allowed_tokens(state))
-        state.accept(TOKENS.index(bytes([byte])))
+    output = b""
+    while len(output) < 25:
+        allowed = allowed_tokens(state)
+        assert not {0, 1, 2} & set(allowed)
+        output += TOKENS[allowed[0]]
+        state.accept(allowed[0])
+    assert output.startswith(b"<|im_end|><|im_end|>")
 
 
 def test_ends(compiler: ConstraintCompiler) -> None:
@@ -521,36 +526,67 @@ def test_masks_behind_a_draft_are_those_that_follow(compiler: ConstraintCompiler
     filler.close()
 
 
-def test_a_constraint_may_begin_after_something_else(compiler: ConstraintCompiler) -> None:
-    """Guards reasoning before JSON: anything but an end, then the form; and drafts that go on past the border."""
-    state, twin = (start(compiler, "choice", ["y"], when=lambda ids: 7 in ids or len(ids) == 6) for _ in range(2))
-    allowed = bools(fill_masks([state]))[0]
-    assert int(allowed.sum()) == WIDTH - 1 and not allowed[STOP] and not state.is_complete
-    draft = [5, 9, 7, 8]
-    assert state.num_allowed([*draft, STOP, 5]) == 4 and state.forced_tokens() == []
-    for _ in range(2):
-        rows = np.zeros((5, bitmask_size(state.vocab_size)), np.int32)
-        errors = state.fill_ahead(rows, draft)
-        assert errors[:4] == [None] * 4 and errors[4] is not None, "the form does not begin with token 8"
-    for place, token in enumerate(draft[:3]):
-        assert np.array_equal(fill_masks([twin]).bitmasks.numpy()[0], rows[place])
-        twin.accept(token)
+def test_a_constraint_may_begin_after_reasoning(compiler: ConstraintCompiler) -> None:
+    """Guards reasoning before JSON: anything but an end, then the form; and drafts, which stop at the border."""
+    form = start(compiler, "choice", ["y"])
+    state = ReasoningState(WIDTH, [STOP], lambda ids: 7 in ids, successor=form)
+    rows = np.zeros((3, bitmask_size(WIDTH)), np.int32)
+    assert state.fill_ahead(rows, [5, 9]) == [None] * 3
+    for allowed in to_bools(rows, WIDTH):
+        assert allowed.sum() == WIDTH - 1 and not allowed[STOP]
+    assert state.num_allowed([5, 9, 7, 8]) == 2 and state.num_allowed([5, STOP]) == 1 and not state.forced
+    for token in (5, 9, 7):
+        assert not state.is_over
         state.accept(token)
-        assert bools(fill_masks([state])).equal(bools(fill_masks([twin])))
-    assert int(bools(fill_masks([state])).sum()) == 1 and state.num_allowed([8]) == 0 and not state.is_finished
+    assert state.is_over and state.successor is form
 
 
-def test_forced_text_is_proposed_as_tokens(compiler: ConstraintCompiler, demo: ChatTokenizer) -> None:
-    """Guards free drafts: the keys of a schema, as the tokenizer cuts them, and nothing where there is a choice."""
+def test_reasoning_ends_when_its_budget_does(compiler: ConstraintCompiler) -> None:
+    """Guards the budget: after so many tokens only those come that close the reasoning, in masks and in drafts."""
+    state = ReasoningState(WIDTH, [STOP], lambda ids: 7 in ids, closing=[3, 7], thinking_budget=2)
+    assert not state.needs_mask
+    for token in (5, 9):
+        assert not state.forced
+        state.accept(token)
+    assert list(state.forced) == [3, 7] and state.needs_mask and state.num_allowed([3, 7]) == 2
+    rows = np.zeros((2, bitmask_size(WIDTH)), np.int32)
+    state.fill_ahead(rows, [3])
+    assert [row.nonzero()[0].tolist() for row in to_bools(rows, WIDTH)] == [[3], [7]]
+    state.accept(3)
+    assert not state.is_over
+    state.accept(7)
+    assert state.is_over and state.successor is None
+    assert list(ReasoningState(WIDTH, [], lambda ids: False, closing=[3], thinking_budget=0).forced) == [3]
+
+
+def test_reasoning_leaves_a_form_its_tokens(compiler: ConstraintCompiler) -> None:
+    """Guards JSON behind long reasoning: it begins while the budget still holds it."""
+    form = start(compiler, "choice", ["yes, of course"], closes=True)
+    state = ReasoningState(WIDTH, [STOP], lambda ids: 7 in ids, closing=[7], budget=100, successor=form)
+    left = 100
+    while not state.is_over and left:
+        left -= 1
+        state.accept(state.forced[0] if state.forced else 5, left)
+    assert form.shortest < left < 60
+
+
+def test_forced_text_is_queued_as_the_tokenizer_cuts_it(compiler: ConstraintCompiler, demo: ChatTokenizer) -> None:
+    """Guards what costs no step: the keys of a schema, token by token, and nothing where there is a choice."""
     schema = {"type": "object", "properties": {"description": {"type": "string"}}, "required": ["description"]}
     state = start(compiler, "json_schema", schema)
-    for token in demo.backend.encode('{"', add_special_tokens=False).ids:
-        state.accept(token)
-    forced = state.forced_tokens()
-    assert len(forced) >= 1 and 'description"'.startswith(demo.decode(forced).strip()) and demo.decode(forced).strip()
-    assert state.num_allowed(forced) == len(forced)
-    assert start(compiler, "choice", ["yes", "no"]).forced_tokens() == []
-    assert start(compiler, "choice", ["yes"], when=lambda _: False).forced_tokens() == []
+    forced = list(state.forced)
+    assert len(forced) > 1 and '{"description": "'.startswith(demo.decode(forced))
+    assert state.num_allowed(forced) == len(forced) and state.num_allowed([forced[0], 5]) == 1
+    rows = np.zeros((2, bitmask_size(state.vocab_size)), np.int32)
+    state.fill_ahead(rows, forced[:1])
+    assert [row.nonzero()[0].tolist() for row in to_bools(rows, WIDTH)] == [[token] for token in forced[:2]]
+    with pytest.raises(RequestError, match="not allowed"):
+        start(compiler, "json_schema", schema).accept(forced[-1])
+    assert not start(compiler, "choice", ["yes", "no"]).forced
+    whole = start(compiler, "choice", ["yes"])
+    for token in list(whole.forced):
+        whole.accept(token)
+    assert whole.is_finished, "the whole of it is forced, to its end"
 
 
 def test_nobody_waits_for_a_thread_that_cannot_be_started(

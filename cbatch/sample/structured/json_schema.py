@@ -1,0 +1,103 @@
+"""JSON schemas as rules of a grammar: how the JSON is laid out, and which properties it may have.
+
+An object takes the properties that its schema names, unless `additionalProperties` says otherwise. JSON Schema would
+allow any others, and a model could add them until it is cut off; OpenAI's strict mode and vLLM allow none, either.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+RESERVED_KEYWORD = "x-guidance"
+"""The library's keyword for its own options in a JSON schema."""
+
+_ONE_LINE = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", ", "lenient": False}
+# A small model can fill its whole budget with blanks if any number of them is allowed.
+_PRETTY = {"whitespace_pattern": r"( |\n {0,40})", "lenient": False}
+
+_OPEN = ("additionalProperties", "unevaluatedProperties")
+_COMBINED = ("allOf", "anyOf", "oneOf", "$ref", "if", "then", "else", "not", "dependentSchemas")
+"""Keywords whose schemas apply to the same object as those beside them."""
+
+_DATA = ("const", "enum", "default", "examples", RESERVED_KEYWORD)
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+
+def json_rule(schema: dict[str, Any], *, pretty: bool = False) -> str:
+    """The rule of a grammar for JSON that is valid for a schema.
+
+    pretty: with line breaks, or as one line
+    """
+    shared = {reference for part in _parts(schema) if _is_combined(part) for reference in _references(part)}
+    targets = [id(target) for reference in shared if (target := _target(schema, reference)) is not None]
+    closed = _closed(schema, set(targets), is_part=False)
+    return "%json " + json.dumps(closed | {RESERVED_KEYWORD: _PRETTY if pretty else _ONE_LINE})
+
+
+def _closed(schema: Any, shared: set[int], *, is_part: bool) -> Any:
+    """A copy of a schema in which objects with names of properties take no others.
+
+    shared:  ids of schemas that apply to an object together with others
+    is_part: whether this one does
+    """
+    if not isinstance(schema, dict):
+        return schema
+    is_part = is_part or id(schema) in shared
+    is_combined = _is_combined(schema)
+    made: dict[str, Any] = {}
+    for name, value in schema.items():
+        part_of = is_combined and name in _COMBINED
+        if name in _DATA:
+            made[name] = value
+        elif name in _BY_NAME and isinstance(value, dict):
+            made[name] = {key: _closed(one, shared, is_part=False) for key, one in value.items()}
+        elif isinstance(value, list):
+            made[name] = [_closed(one, shared, is_part=part_of or (is_part and name in _COMBINED)) for one in value]
+        else:
+            made[name] = _closed(value, shared, is_part=part_of or (is_part and name in _COMBINED))
+    names = made.keys() & {"properties", "patternProperties"}
+    if names and not is_part and not is_combined and not made.keys() & set(_OPEN):
+        made["additionalProperties"] = False
+    return made
+
+
+def _is_combined(schema: dict[str, Any]) -> bool:
+    """Whether several schemas name the properties of one object, so that none of them names all."""
+    combining = [name for name in _COMBINED if name in schema]
+    several = "allOf" in combining and isinstance(schema["allOf"], list) and len(schema["allOf"]) > 1
+    return several or len(combining) > 1 or bool(combining and schema.keys() & {"properties", "patternProperties"})
+
+
+def _parts(schema: Any) -> Iterator[dict[str, Any]]:
+    """A schema and all schemas in it."""
+    if isinstance(schema, list):
+        for one in schema:
+            yield from _parts(one)
+    elif isinstance(schema, dict):
+        yield schema
+        for name, value in schema.items():
+            if name not in _DATA:
+                yield from _parts(value)
+
+
+def _references(schema: dict[str, Any]) -> Iterator[str]:
+    """The references that apply to the same object as a combined schema, however deep in its combinations."""
+    for name in _COMBINED:
+        value = schema.get(name)
+        if name == "$ref" and isinstance(value, str):
+            yield value
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, dict):
+                yield from _references(one)
+
+
+def _target(schema: Any, reference: str) -> Any:
+    """The schema that a reference inside the document names; None for another."""
+    if not reference.startswith("#"):
+        return None
+    for name in reference.removeprefix("#").split("/")[1:]:
+        key = name.replace("~1", "/").replace("~0", "~")
+        schema = schema.get(key) if isinstance(schema, dict) else None
+    return schema

@@ -1,0 +1,101 @@
+"""The position of an output in its reasoning, which may have a budget, and after which a form may begin."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cbatch.base.errors import RequestError
+from cbatch.sample.structured.grammar import NO_BUDGET, GrammarState
+from cbatch.sample.structured.token_bitmask import bitmask_of, full_bitmask
+
+CLOSING_SENTENCE = "\n\nI have thought for long enough, so I answer now.\n"
+"""What reasoning ends with when its budget does."""
+
+LEAST_ANSWER = 16
+"""Tokens that reasoning leaves to a form, beside twice the shortest output of it."""
+
+
+class ReasoningState:
+    """Follows an output until its reasoning has ended; `successor` follows the rest. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        stop_ids: Collection[int],
+        ends: Callable[[list[int]], bool | None],
+        *,
+        closing: Sequence[int] = (),
+        thinking_budget: int = NO_BUDGET,
+        budget: int = NO_BUDGET,
+        successor: GrammarState | None = None,
+    ) -> None:
+        """
+        stop_ids:        tokens that end the output; not allowed while a form is to come
+        ends:            whether the reasoning has ended after these tokens of the output, or if there is none
+        closing:         tokens that end it early
+        thinking_budget: most tokens of the reasoning, without these
+        budget:          most tokens of the output
+        successor:       the form that follows
+        """
+        self.vocab_size, self.successor = vocab_size, successor
+        self.error: str | None = None
+        self.is_over = self.is_complete = self.is_finished = False
+        self._stop_ids = frozenset(stop_ids) if successor is not None else frozenset[int]()
+        self._ends, self._closing, self._most = ends, closing, thinking_budget
+        shortest = successor.shortest if successor is not None else 0
+        self._reserve = min(2 * shortest + LEAST_ANSWER, max(budget // 2, shortest)) + len(closing) if shortest else -1
+        self._tokens: list[int] = []
+        self._queue: deque[int] = deque(closing if thinking_budget == 0 else ())
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether some tokens may not come next."""
+        return bool(self._queue or self._stop_ids)
+
+    @property
+    def forced(self) -> Sequence[int]:
+        """See `GrammarState`."""
+        return self._queue
+
+    @property
+    def awaits_token(self) -> bool:
+        """See `GrammarState`."""
+        return len(self._queue) > 1
+
+    def accept(self, token_id: int, left: int = NO_BUDGET) -> int:
+        """Takes in one token of the output. See `GrammarState`."""
+        self._tokens.append(token_id)
+        if self._queue:
+            if token_id != self._queue.popleft():
+                self.error = f"Token {token_id} came where the reasoning is to end."
+                raise RequestError("internal_error", self.error)
+            self.is_over = not self._queue
+        elif self._ends(self._tokens):
+            self.is_over = True
+        elif len(self._tokens) >= self._most or left <= self._reserve:
+            self._queue += self._closing
+        return token_id
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """See `GrammarState`. The token with which the reasoning ends does not count as allowed before a form."""
+        if self._queue:
+            pairs = enumerate(zip(token_ids, self._queue, strict=False))
+            return next((at for at, (token, forced) in pairs if token != forced), min(len(token_ids), len(self._queue)))
+        if self.successor is None:
+            return len(token_ids)
+        for place, token in enumerate(token_ids):
+            if token in self._stop_ids or self._ends([*self._tokens, *token_ids[: place + 1]]):
+                return place
+        return len(token_ids)
+
+    def fill_ahead(self, bitmasks: NDArray[np.int32], draft: Sequence[int]) -> list[str | None]:
+        """See `GrammarState`."""
+        for bitmask, forced in zip(bitmasks, [*self._queue, *[None] * len(bitmasks)], strict=False):
+            bitmask[:] = full_bitmask(self.vocab_size) & ~bitmask_of(self._stop_ids, self.vocab_size)
+            if forced is not None:
+                bitmask[:] = bitmask_of([forced], self.vocab_size)
+        return [self.error] * len(bitmasks)
