@@ -235,7 +235,7 @@ class Scheduler:
         # One that was preempted since has a place for one token only.
         foreseen = chunk.draft if sequence.blocks is chunk.blocks else ()
         for draft, sample in zip(foreseen, samples[1:], strict=False):
-            if events[-1].finish_reason is not None or events[-1].token_id != draft or sample.error is not None:
+            if events[-1].finish_reason is not None or events[-1].token_id != draft or not sequence.may_take(sample):
                 break  # an error counts only in a step of its own
             sequence.num_computed += 1
             events.append(sequence.accept(sample))

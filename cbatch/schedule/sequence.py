@@ -39,6 +39,7 @@ class OutputGuide(Protocol):
     is_over:     whether `successor` guides the output from here on; None lets anything come
     is_complete: whether what has come is a complete form
     is_finished: whether nothing can follow it, either
+    is_cut:      whether what was left of the budget has decided a token
     forced:      tokens that come next, whatever the model would say; mostly none
     awaits_token: whether no step may be scheduled before the token of the step in flight is known
     """
@@ -53,6 +54,8 @@ class OutputGuide(Protocol):
     def is_complete(self) -> bool: ...
     @property
     def is_finished(self) -> bool: ...
+    @property
+    def is_cut(self) -> bool: ...
     @property
     def forced(self) -> Sequence[int]: ...
     @property
@@ -233,6 +236,11 @@ class TokenSequence:
             return None
         return self.guide.forced[0] if self.guide.forced else None
 
+    def may_take(self, sample: Sample) -> bool:
+        """Whether a token that was sampled after a draft counts: its mask was made before the tokens of that came."""
+        forced = self.guide.forced if self.guide is not None else ()
+        return sample.error is None and (not forced or forced[0] == sample.token_id)
+
     def followed_by(self, tokens: Sequence[int]) -> TokenSequence:
         """The request as the sampler would see it after these tokens of its output; itself if that changes nothing."""
         if not self.changes_logits or not tokens:
@@ -280,7 +288,7 @@ class TokenSequence:
             if self.detokenizer.stop_reason is not None:
                 return self._event(sample, text, "stop", self.detokenizer.stop_reason)
         if self.guide is not None and self.guide.is_finished:
-            return self._last(sample, text, "stop")
+            return self._last(sample, text, "length" if self.guide.is_cut else "stop")
         if self.num_generated >= self.request.max_new_tokens:
             return self._last(sample, text, "length")
         return self._event(sample, text)

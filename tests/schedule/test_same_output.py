@@ -24,7 +24,7 @@ from cbatch.schedule.output import ScheduledChunk, SchedulerOutput
 from cbatch.schedule.scheduler import Scheduler
 from cbatch.schedule.sequence import TokenSequence
 from cbatch.schedule.step_time import StepTimeController
-from tests.support.all_features import SETTINGS, add_all, expected, make, run, steps
+from tests.support.all_features import ASKED, SETTINGS, add_all, expected, make, run, steps
 from tests.support.architectures import make_architecture
 from tests.support.drafts import Prophet, decide_at_random, propose_by
 from tests.support.generation import generate
@@ -52,6 +52,23 @@ def test_output_is_the_same(case: dict[str, Any], monkeypatch: pytest.MonkeyPatc
     assert 0 <= stats.num_accepted_tokens <= stats.num_drafted_tokens
     if case.get("max_batch_tokens", 20) >= 20:
         assert stats.num_accepted_tokens > 40 and stats.num_drafted_tokens > stats.num_accepted_tokens + 20
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_forced_text_costs_no_steps_and_changes_nothing(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards text that a form forces: it comes in fewer steps, and is the same as if each token had a step."""
+    engine = make(ahead=ahead)
+    assert run(engine) == expected()
+    name, quick = "form that forces text", engine.stats().num_steps
+    asked = SamplingParams(**ASKED[name])
+    alone = make(ahead=ahead)
+    generate(alone, ["Hi"], asked)
+    monkeypatch.setattr(TokenSequence, "forced_token", None)
+    slow = make(ahead=ahead)
+    assert run(slow) == expected() and slow.stats().num_steps >= quick
+    step_by_step = make(ahead=ahead)
+    generate(step_by_step, ["Hi"], asked)
+    assert step_by_step.stats().num_steps > 1.7 * alone.stats().num_steps
 
 
 @pytest.mark.parametrize("case", sampled(CASES[:4], 2), ids=str)

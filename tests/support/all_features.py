@@ -16,6 +16,11 @@ from cbatch.model.loader import LoadedModel
 
 QUESTION = "Tell me a story about a dog and a cat in a garden."
 
+SCHEMA = {
+    "type": "json_schema",
+    "json_schema": {"schema": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}},
+}
+
 ASKED: dict[str, dict[str, Any]] = {
     "greedy": {},
     "drawn": {"temperature": 1.0, "top_p": 0.9, "seed": 3},
@@ -23,6 +28,9 @@ ASKED: dict[str, dict[str, Any]] = {
     "drawn with penalties": {"temperature": 1.2, "frequency_penalty": 1.0, "seed": 4},
     "form": {"regex": "[a-f]{3,9}!", "temperature": 1.0, "seed": 5},
     "form that ends by itself": {"choice": ["yes", "no", "perhaps"]},
+    "form that forces text": {"regex": "I think that it is (yes|no), as all of them said, and the (dog|cat) said so, too\\."},
+    "form that is closed": {"response_format": SCHEMA, "temperature": 1.0, "seed": 8},
+    "form that is closed, with log-probabilities": {"response_format": SCHEMA, "logprobs": 1},
     "stop string": {"stop": ["a"]},
     "stop tokens": {"stop_token_ids": tuple(range(40, 60)), "ignore_eos": True},
     "late stop": {"stop_token_ids": tuple(range(300)), "min_tokens": 5},

@@ -115,7 +115,7 @@ class GrammarState:
         self._stop_bits = stops[self._stop_places]
         self._grammar = grammar
         self._matcher = grammar.matcher.deep_copy()  # shares no mutable state: others do not use up its limits
-        self._is_ended = False
+        self._is_ended = self.is_cut = False
         self._queue: deque[int] = deque()
         self._closes, self._may_replace = closes and grammar.shortest is not None, may_replace
         self._spare = 0 if may_replace else min(SPARE_FOR_LOGPROBS, budget // 4)
@@ -253,6 +253,7 @@ class GrammarState:
         goes_back = self._may_replace and not is_forced and before is not None and len(before) <= left + 1
         if goes_back and before is not None and (is_late or (closing is not None and len(closing) > left)):
             self._take_back(token_id)
+            self.is_cut = True
             if not before:
                 self._is_ended = True
                 return None
@@ -264,6 +265,7 @@ class GrammarState:
         self._check_at = left - 1 - max(slack - self._grammar.growth, 0) // 4
         if closing is not None and slack <= 0 and len(closing) <= left and not self._queue:
             self._queue += closing
+            self.is_cut |= bool(closing)
         return token_id
 
     def _take_back(self, token_id: int) -> None:

@@ -43,7 +43,7 @@ class ReasoningState:
         """
         self.vocab_size, self.successor = vocab_size, successor
         self.error: str | None = None
-        self.is_over = self.is_complete = self.is_finished = False
+        self.is_over = self.is_complete = self.is_finished = self.is_cut = False
         self._stop_ids = frozenset(stop_ids) if successor is not None else frozenset[int]()
         self._ends, self._closing, self._most = ends, closing, thinking_budget
         shortest = successor.shortest if successor is not None else 0
