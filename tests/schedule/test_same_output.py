@@ -71,6 +71,34 @@ def test_forced_text_costs_no_steps_and_changes_nothing(ahead: bool, monkeypatch
     assert step_by_step.stats().num_steps > 1.7 * alone.stats().num_steps
 
 
+def test_forced_text_counts_as_decoding() -> None:
+    """Guards the order of a step and its limit of prompt tokens: what catches up with a form is no prompt."""
+    engine, caught_up = make(ahead=False), 0
+
+    def note(record: StepRecord) -> None:
+        nonlocal caught_up
+        caught_up += sum(chunk.caught_up for chunk in record.scheduled.chunks)
+        assert record.scheduled.num_decoding == sum(chunk.is_decode for chunk in record.scheduled.chunks)
+
+    engine.on_step = note
+    generate(engine, ["Hi"], SamplingParams(**ASKED["form that forces text"]))
+    assert caught_up > 5
+
+
+def test_a_draft_ends_where_a_form_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards tokens behind a draft: they were sampled before the engine decided to close the form."""
+    form = {"regex": "[0-9]{1,60}, and so on, and so forth", "logit_bias": dict.fromkeys(range(18, 28), 20)}
+    (long,) = generate(make(ahead=False), ["Hi"], SamplingParams(max_tokens=80, close_forms=False, **form))
+    for most in range(14, 40):
+        params = SamplingParams(max_tokens=most, **form)
+        (wanted,) = generate(make(ahead=False), ["Hi"], params)
+        with monkeypatch.context() as patched:
+            propose_by(patched, Prophet([list(long.token_ids)], 300))
+            (found,) = generate(make(ahead=False, speculate=6), ["Hi"], params)
+        assert found.error is None and found.token_ids == wanted.token_ids
+        assert found.choices[0].closed and found.text.endswith("and so forth")
+
+
 @pytest.mark.parametrize("case", sampled(CASES[:4], 2), ids=str)
 def test_output_is_the_same_after_preemption(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards requests that lose their blocks while a draft is in flight."""

@@ -28,7 +28,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "drawn with penalties": {"temperature": 1.2, "frequency_penalty": 1.0, "seed": 4},
     "form": {"regex": "[a-f]{3,9}!", "temperature": 1.0, "seed": 5},
     "form that ends by itself": {"choice": ["yes", "no", "perhaps"]},
-    "form that forces text": {"regex": "I think that it is (yes|no), as all of them said, and the (dog|cat) said so, too\\."},
+    "form that forces text": {"regex": "I think that it is (yes|no), as all of them said, and the (dog|cat), too\\."},
     "form that is closed": {"response_format": SCHEMA, "temperature": 1.0, "seed": 8},
     "form that is closed, with log-probabilities": {"response_format": SCHEMA, "logprobs": 1},
     "stop string": {"stop": ["a"]},
