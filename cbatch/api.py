@@ -50,6 +50,7 @@ from cbatch.requests.rows import CHAT, set_defaults
 from cbatch.runtime.tracing import StepTracer
 from cbatch.schedule.limits import EngineLimits
 from cbatch.text.tokenizer import ChatTokenizer, Prompt
+from cbatch.tools.tool import load_tools
 from cbatch.validation.validation import CheckLike, Validation, as_checks
 
 OnePrompt = PromptLike
@@ -318,6 +319,7 @@ class Engine(AbstractContextManager["Engine"]):
         tell_error: bool = False,
         cache: str | os.PathLike[str] | None = None,
         cache_size: str = DEFAULT_CACHE_SIZE,
+        tools: Iterable[str | os.PathLike[str]] = (),
     ) -> Generator[Completion]:
         """Yields the result of each row, lazily and in bounded memory; `rows` may be endless.
 
@@ -340,6 +342,7 @@ class Engine(AbstractContextManager["Engine"]):
         tries:    most answers for a row, with another seed each
         tell_error: whether the model sees its answer and what is wrong with it at its next try
         cache:    folder in which answers are kept, and from which they are taken; `cache_size`: the most it may take
+        tools:    files of tools that the model may call, as `--tools` takes them
 
         A row that is wrong has a result with an error. Leaving the iteration cancels what is in flight; `resume`
         continues there.
@@ -359,6 +362,7 @@ class Engine(AbstractContextManager["Engine"]):
             RequestDefaults(params=plain(params or {}), seed=run_seed, system=system),
             validation=Validation.of(as_checks(validate), tries=tries, tells_error=tell_error),
             cache=CacheConfig(os.fspath(cache), cache_size) if cache is not None else None,
+            tools=tuple(load_tools(tools)),
         )
         results = map_rows(
             thread, options, rows, template=template, path=path, resume=resume, ordered=ordered, window=window

@@ -22,6 +22,7 @@ EXTRAS = {
     "jsonschema": ("validate", "Checks by a JSON schema need"),
     "llguidance": ("structured", "Structured output needs"),
     "matplotlib": ("plot", "Pictures need"),
+    "mcp": ("mcp", "Servers of tools need"),
     "pyarrow": ("tables", "Parquet and zstd need"),
     "ray": ("ray", "--ray needs the package"),
 }

@@ -30,6 +30,10 @@ class RunFailed(CbatchError):
     """A batch ended early: its input or its output failed, or it had too many errors. Finished rows are written."""
 
 
+class ToolError(Exception):
+    """A call of a tool without a result. The message tells the model why."""
+
+
 class ReaderGone(Exception):
     """The reader of the output has closed it. (Click would turn a BrokenPipeError into exit code 1.)"""
 

@@ -17,10 +17,8 @@ from cbatch.batch.lines import RowOptions
 from cbatch.batch.row import Row
 from cbatch.requests.completion import Choice, Completion
 from cbatch.requests.input_processor import InputProcessor
+from cbatch.tools.tool import NUM_CALLS
 from cbatch.validation.validation import Checker, Validation
-
-NUM_CALLS = 8
-"""Rows whose tools run at the same time."""
 
 NUM_CHECKS = min(os.cpu_count() or 1, 4)
 """Answers that are checked at the same time, in a batch without tools."""

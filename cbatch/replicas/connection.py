@@ -6,6 +6,7 @@ Processes of this machine and actors of Ray each have a launcher.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -60,12 +61,14 @@ class Reply:
     stats:      of its engine
     num_tokens: tokens generated so far for the rows of this batch
     failure:    why its engine has failed, so that it serves nothing any more
+    calls:      of tools, which run where they were loaded: a number, the tool's name, and arguments in JSON
     """
 
     finished: list[FinishedRow]
     stats: EngineStats
     num_tokens: int = 0
     failure: str = ""
+    calls: Sequence[tuple[int, str, str]] = ()
 
 
 class ReplicaConnection(Protocol):

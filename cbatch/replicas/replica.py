@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import socket
@@ -10,11 +11,13 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
-from cbatch.base.errors import EngineError
+from cbatch.base.errors import EngineError, ToolError
 from cbatch.batch.engine_driver import EngineStream
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.lines import Line, RowOptions
@@ -81,7 +84,14 @@ class Replica:
             assert not rows, "begin comes first"
             return Reply([], self._engine.stats())
         finished = self._batch.exchange(rows, cancelled, wait_s, min(linger_s, wait_s))
-        return Reply(finished, self._engine.stats(), self._batch.stream.output_tokens, self._batch.failure)
+        calls = [self._batch.calls.get_nowait() for _ in range(self._batch.calls.qsize())]
+        return Reply(finished, self._engine.stats(), self._batch.stream.output_tokens, self._batch.failure, calls)
+
+    def answer(self, results: dict[int, str]) -> None:
+        """Takes results of calls of tools."""
+        if self._batch is not None:
+            for number, text in results.items():
+                self._batch.answers.pop(number).put(text)
 
     def close(self) -> None:
         """Cancels the rows of this batch. May be called twice."""
@@ -147,7 +157,11 @@ class _Batch:
     """
 
     def __init__(self, engine: Engine, options: RowOptions) -> None:
-        self.stream = EngineStream(engine.thread, LineProcessor.of(engine.core, options), window=sys.maxsize)
+        tools = tuple(replace(tool, call=tool.call or partial(self._call, tool.name)) for tool in options.tools)
+        lines = LineProcessor.of(engine.core, replace(options, tools=tools))
+        self.stream = EngineStream(engine.thread, lines, window=sys.maxsize)
+        self.calls: queue.SimpleQueue[tuple[int, str, str]] = queue.SimpleQueue()
+        self.answers: dict[int, queue.SimpleQueue[str]] = {}
         self._given: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
         self._finished = self.stream.finished(iter(self._given.get, None))
         self._ready: deque[Row] = deque()
@@ -178,6 +192,16 @@ class _Batch:
     def close(self) -> None:
         self._finished.close()
         self._given.put(None)
+
+    def _call(self, name: str, arguments: dict[str, Any], cancelled: threading.Event) -> str:
+        """Lets the driver run a tool."""
+        answer: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.answers[id(answer)] = answer
+        self.calls.put((id(answer), name, json.dumps(arguments)))
+        while not cancelled.is_set():
+            with suppress(queue.Empty):
+                return answer.get(timeout=0.1)
+        raise ToolError("cancelled.")
 
     def _collect(self, wait_s: float) -> None:
         """Formats what the stream gives within this time, but no more than a few replies hold."""

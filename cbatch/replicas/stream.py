@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from cbatch.base.errors import CbatchError, EngineError, RequestError
@@ -23,6 +25,7 @@ from cbatch.batch.row import Row
 from cbatch.replicas.connection import MAX_MESSAGE_BYTES, FinishedRow, linger_s
 from cbatch.replicas.dispatcher import MAX_DEATHS, Dispatcher, beginnings
 from cbatch.replicas.supervisor import IDLE_SECONDS, Job, Life, SharedState
+from cbatch.tools.tool import NUM_CALLS
 
 WAIT_SECONDS, STARVING_WAIT_SECONDS = 0.2, 0.05
 """How long a replica waits for its rows before it answers; and if it has room for rows that may still be read."""
@@ -48,6 +51,9 @@ class ReplicaStream(RowStream, Job):
         super().__init__(window, max(WINDOW_BYTES, shared.num_alive * MAX_MESSAGE_BYTES))
         self._shared = shared
         self._options = options
+        self._tools = {tool.name: tool for tool in options.tools}
+        self._callers = ThreadPoolExecutor(NUM_CALLS * max(shared.num_alive, 1), "cbatch-tool")
+        self._is_stopped = threading.Event()
         self._dispatcher = Dispatcher()
         self._rows_came = threading.Condition(shared.lock)
         """Tells replicas with nothing to do that there is something."""
@@ -91,6 +97,8 @@ class ReplicaStream(RowStream, Job):
     def _end(self) -> None:
         """Stops the reader, and lets the replicas cancel what is unfinished."""
         self._window.close()
+        self._is_stopped.set()
+        self._callers.shutdown(wait=False, cancel_futures=True)
         with self._shared.changed:
             self._is_over = True
             self._rows_came.notify_all()
@@ -161,12 +169,21 @@ class ReplicaStream(RowStream, Job):
             wait_s = 0.0
             if self._dispatcher.num_held(number):
                 is_starving = self._dispatcher.is_starving(number)
-                wait_s = max(STARVING_WAIT_SECONDS if is_starving else WAIT_SECONDS, self._linger_s)
+                is_short = is_starving or self._tools  # whose calls and results come and go with an exchange
+                wait_s = max(STARVING_WAIT_SECONDS if is_short else WAIT_SECONDS, self._linger_s)
+        if results := dict(life.results.get_nowait() for _ in range(life.results.qsize())):
+            life.call("answer", results)
         reply = life.exchange(work.rows, work.cancelled, wait_s, self._linger_s)
         self._deliver(life, reply.finished, reply.num_tokens)
+        with suppress(RuntimeError):  # the batch has ended meanwhile
+            for call in reply.calls:
+                self._callers.submit(self._run_tool, life, *call)
         with self._shared.lock:
             num_held = self._dispatcher.num_held(number)
         life.check(reply, num_held)
+
+    def _run_tool(self, life: Life, number: int, name: str, arguments: str) -> None:
+        life.results.put((number, self._tools[name].run(arguments, self._is_stopped)))
 
     def _deliver(self, life: Life, finished: list[FinishedRow], num_tokens: int) -> None:
         """Sends the consumer the rows of a reply that nobody has finished before.

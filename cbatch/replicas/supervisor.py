@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -101,6 +102,7 @@ class Life:
     runs_alone: whether all that it has is a row that was there at other deaths
     num_copies: rows that it took although another replica had them
     stats:      the last figures of its engine
+    results:    of tools that it has called: a number, and what its model gets
     """
 
     def __init__(self, number: int, connection: ReplicaConnection, info: ReplicaInfo, timeout_s: float) -> None:
@@ -110,6 +112,7 @@ class Life:
         self.num_copies = 0
         self.runs_alone = False
         self.stats = total_stats(())
+        self.results: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self._connection = connection
         self._timeout_s = timeout_s
         self._without_step_s = 0.0

@@ -1,1 +1,1 @@
-"""Functions that a model may call: Python functions and commands, each run in a process of its own."""
+"""What a model may call: Python functions, commands and servers, each in a process of its own."""

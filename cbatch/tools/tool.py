@@ -1,22 +1,33 @@
-"""Functions that a model may call: those of a Python file, or commands with JSON schemas."""
+"""Tools that a model may call: functions of a Python file, commands with JSON schemas, and what servers bring."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 import threading
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cbatch.base.errors import ConfigError, RequestError
+from cbatch.base.errors import ConfigError, RequestError, ToolError
 from cbatch.base.strict_json import parse_json_object
+from cbatch.extras import require_package
 from cbatch.isolate.process import MAX_OUTPUT_BYTES, run_process
 from cbatch.tools import child
 
+if TYPE_CHECKING:
+    from cbatch.tools.mcp_servers import McpServer
+
 MAX_TOOL_ROUNDS = 8
 """Rounds of calls in one reply, unless somebody says otherwise."""
+
+NUM_CALLS = 8
+"""Rows of one engine whose tools run at the same time."""
 
 MAX_RESULT_CHARACTERS = 50_000
 """Of a result that the model gets; the rest is cut off."""
@@ -26,18 +37,22 @@ TIMEOUT_S, DESCRIBE_TIMEOUT_S = 60.0, 30.0
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A command that gets its arguments as JSON on stdin, and writes its result to stdout.
+    """A function that a model may call.
 
     parameters: JSON schema of the arguments
-    command:    program and arguments; `{name}` in them stands for an argument of that name
-    timeout_s:  seconds after which it is killed
+    call:       gives the result, unless the event is set; None in a process that the tool was sent to
+    source:     the file or the server that brings it; `server`: the latter
     """
 
     name: str
     description: str
     parameters: Mapping[str, Any]
-    command: tuple[str, ...]
-    timeout_s: float = TIMEOUT_S
+    call: Callable[[dict[str, Any], threading.Event], str] | None
+    source: str = ""
+    server: McpServer | None = None
+
+    def __reduce__(self) -> tuple[type[Tool], tuple[object, ...]]:
+        return Tool, (self.name, self.description, self.parameters, None)
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -48,31 +63,41 @@ class Tool:
     def run(self, arguments: str, cancelled: threading.Event | None = None) -> str:
         """The result for arguments in JSON, or a sentence that tells the model what went wrong. Never raises.
 
-        cancelled: ends the process when it is set
+        cancelled: ends the call when it is set
         """
+        assert self.call is not None
         try:
             given = parse_json_object(arguments or "{}", "the arguments", "a call")
-        except RequestError as error:
-            return f"Error: {error}"
-        if missing := [name for name in self.parameters.get("required", ()) if name not in given]:
-            return f"Error: the argument {missing[0]!r} is missing."
-        words = [_filled(word, given) for word in self.command]
-        try:
-            return self._run(words, json.dumps(given), cancelled or threading.Event())
-        except (OSError, ValueError) as error:
+            if missing := [name for name in self.parameters.get("required") or () if name not in given]:
+                return f"Error: the argument {missing[0]!r} is missing."
+            text = self.call(given, cancelled or threading.Event())
+        except (RequestError, ToolError) as error:
+            text = f"Error: {error}"
+        except Exception as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            return f"Error: the tool cannot be run: {reason}."
-
-    def _run(self, words: list[str], data: str, cancelled: threading.Event) -> str:
-        result = run_process(words, data.encode(), self.timeout_s, cancelled)
-        if result.exit_code is None:
-            return "Error: cancelled." if cancelled.is_set() else f"Error: no result within {self.timeout_s:g} s."
-        text = result.out.decode("utf-8", "replace")
-        if result.exit_code != 0 and len(result.out) < MAX_OUTPUT_BYTES:  # one that writes more is cut off, and fails
-            return f"Error: {result.last_words}"
+            text = f"Error: the tool cannot be run: {reason}."
         if len(text) > MAX_RESULT_CHARACTERS:
             return f"{text[:MAX_RESULT_CHARACTERS]}\n[the rest is cut off]"
         return text.strip("\n")
+
+
+def command(*words: str, timeout_s: float = TIMEOUT_S) -> Callable[[dict[str, Any], threading.Event], str]:
+    """Runs a command, which gets its arguments as JSON on stdin, and writes its result to stdout.
+
+    words:     program and arguments; `{name}` in them stands for an argument of that name
+    timeout_s: seconds after which it is killed
+    """
+
+    def run(arguments: dict[str, Any], cancelled: threading.Event) -> str:
+        filled = [_filled(word, arguments) for word in words]
+        result = run_process(filled, json.dumps(arguments).encode(), timeout_s, cancelled)
+        if result.exit_code is None:
+            raise ToolError("cancelled." if cancelled.is_set() else f"no result within {timeout_s:g} s.")
+        if result.exit_code != 0 and len(result.out) < MAX_OUTPUT_BYTES:  # one that writes more is cut off, and fails
+            raise ToolError(result.last_words)
+        return result.out.decode("utf-8", "replace")
+
+    return run
 
 
 def _filled(word: str, arguments: Mapping[str, Any]) -> str:
@@ -82,21 +107,29 @@ def _filled(word: str, arguments: Mapping[str, Any]) -> str:
     return word
 
 
-def load_tools(paths: Iterable[Path]) -> list[Tool]:
-    """The tools of several files. Raises ConfigError if one cannot be read, or two have the same name."""
+def load_tools(files: Iterable[str | os.PathLike[str]]) -> list[Tool]:
+    """The tools of several files, whose servers are started.
+
+    A tool of a server that has the name of another tool gets the server's name before its own.
+
+    Raises ConfigError if a file cannot be read, a server cannot be started, or two tools have the same name.
+    """
+    found = [tool for path in map(Path, files) for tool in (_functions if path.suffix == ".py" else _json_tools)(path)]
+    counts = Counter(tool.name for tool in found)
     tools: dict[str, Tool] = {}
-    for path in paths:
-        found = _python_tools(path) if path.suffix == ".py" else _command_tools(path)
-        for tool in found:
-            if tool.name in tools:
-                raise ConfigError(f"{path}: there is another tool {tool.name}.")
-            tools[tool.name] = tool
+    for tool in found:
+        if tool.server is not None:  # its names may be any texts
+            name = f"{tool.server.name}_{tool.name}" if counts[tool.name] > 1 else tool.name
+            tool = replace(tool, name=re.sub(r"[^A-Za-z0-9_-]", "_", name)[:64])
+        if tool.name in tools:
+            raise ConfigError(f"{tool.source}: there is another tool {tool.name}.")
+        tools[tool.name] = tool
     return list(tools.values())
 
 
-def _python_tools(path: Path) -> list[Tool]:
-    command = (sys.executable, child.__file__)
-    described = run_process([*command, "describe", str(path)], b"", DESCRIBE_TIMEOUT_S, threading.Event())
+def _functions(path: Path) -> list[Tool]:
+    program = (sys.executable, child.__file__)
+    described = run_process([*program, "describe", str(path)], b"", DESCRIBE_TIMEOUT_S, threading.Event())
     if described.exit_code is None:
         raise ConfigError(f"{path} took more than {DESCRIBE_TIMEOUT_S:g} s to load.")
     if described.exit_code != 0:
@@ -104,33 +137,39 @@ def _python_tools(path: Path) -> list[Tool]:
     functions = json.loads(described.out)
     if not functions:
         raise ConfigError(f"{path} defines no public function.")
-    return [
-        Tool(each["name"], each["description"], each["parameters"], (*command, "call", str(path), each["name"]))
-        for each in functions
-    ]
+    return [Tool(**one, call=command(*program, "call", str(path), one["name"]), source=str(path)) for one in functions]
 
 
-def _command_tools(path: Path) -> list[Tool]:
+def _json_tools(path: Path) -> list[Tool]:
     try:
         read = json.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}.") from error
+    if isinstance(read, dict) and isinstance(servers := read.get("mcpServers", read.get("servers")), dict):
+        require_package("mcp")
+        from cbatch.tools.mcp_servers import start_servers
+
+        return [
+            Tool(it.name, it.description or "", it.input_schema, partial(server.call, it.name), server.title, server)
+            for server in start_servers(path, servers)
+            for it in server.tools
+        ]
     listed = read if isinstance(read, list) else [read]
-    return [_command_tool(each, f"{path}, tool {number}") for number, each in enumerate(listed, 1)]
+    return [_command_tool(each, path, f"{path}, tool {number}") for number, each in enumerate(listed, 1)]
 
 
-def _command_tool(fields: Any, where: str) -> Tool:
+def _command_tool(fields: Any, path: Path, where: str) -> Tool:
     if not isinstance(fields, dict):
         raise ConfigError(f"{where} must be an object.")
     unknown = set(fields) - {"name", "description", "parameters", "command", "timeout_s"}
     if unknown:
         raise ConfigError(f"{where} has an unknown field {min(unknown)!r}.")
-    name, command = fields.get("name"), fields.get("command")
+    name, words = fields.get("name"), fields.get("command")
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{where} must have a name.")
-    if not isinstance(command, list) or not command or not all(isinstance(word, str) for word in command):
+    if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
         raise ConfigError(f'{where}: command must be a list of words, such as ["date", "+%H:%M"].')
     parameters = fields.get("parameters", {"type": "object", "properties": {}})
     description = fields.get("description", "")
@@ -139,4 +178,4 @@ def _command_tool(fields: Any, where: str) -> Tool:
         raise ConfigError(f"{where}: parameters must be a JSON schema, and description a text.")
     if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or timeout_s <= 0:
         raise ConfigError(f"{where}: timeout_s must be a number of seconds above 0.")
-    return Tool(name, description, parameters, tuple(command), float(timeout_s))
+    return Tool(name, description, parameters, command(*words, timeout_s=float(timeout_s)), str(path))

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import pickle
+import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
-from cbatch.base.errors import RequestError
+from cbatch.base.errors import RequestError, ToolError
 from cbatch.base.request import RequestDefaults
 from cbatch.batch.engine_driver import EngineDriver
 from cbatch.batch.lines import Line, RowOptions
@@ -20,9 +25,12 @@ from cbatch.batch.row import Row
 from cbatch.replicas import replica as replica_module
 from cbatch.replicas.connection import FinishedRow
 from cbatch.replicas.driver import ReplicaDriver
-from cbatch.replicas.replica import Replica
+from cbatch.replicas.replica import InProcessConnection, Replica
+from cbatch.tools.tool import Tool
 from tests.support.faults import wait_until
 from tests.support.in_process_replicas import InProcessLauncher
+from tests.support.model_folder import save_model
+from tests.support.tool_rounds import ADD_CALL, ROUNDS
 
 OPTIONS = RowOptions(RequestDefaults(params={"max_tokens": 3, "ignore_eos": True}))
 LONG = RowOptions(RequestDefaults(params={"max_tokens": 90, "ignore_eos": True}))
@@ -59,6 +67,50 @@ def exchange_until(
             return found
         found += replica.exchange([], [], 0.1).finished
     raise AssertionError(f"only {len(found)} rows finished")
+
+
+class PicklingConnection(InProcessConnection):
+    """What goes to another process and comes from there is pickled."""
+
+    def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+        answer = super().call(method, *pickle.loads(pickle.dumps(arguments)), timeout_s=timeout_s)
+        return pickle.loads(pickle.dumps(answer))
+
+
+class PicklingLauncher(InProcessLauncher):
+    def start(self, number: int, config: EngineConfig) -> Any:
+        return PicklingConnection(self._engine)
+
+
+def test_tools_run_in_the_process_that_has_loaded_them(tmp_path: Path) -> None:
+    """Guards tools that cannot be sent, such as servers: a replica asks for their results, and a slow one ends."""
+    model, release, num_calls = save_model(tmp_path / "model", context=1500), threading.Event(), itertools.count()
+
+    def add(arguments: dict[str, Any], cancelled: threading.Event) -> str:
+        if next(num_calls) < 8:
+            return f"{arguments['a'] + arguments['b']}!"
+        release.set()
+        assert cancelled.wait(60)
+        raise ToolError("cancelled.")
+
+    (model / "chat_template.jinja").write_text(ROUNDS)
+    row = json.dumps({"prompt": "a", "choice": [ADD_CALL]}).encode()
+    options = RowOptions(tools=(Tool("add", "Adds.", {}, add),), max_tool_rounds=2)
+    with Engine(str(model), device="cpu", dtype="float32") as engine:
+        with ReplicaDriver(PicklingLauncher(engine, 1), EngineConfig()) as driver:
+            (own, replicas) = (
+                {
+                    row.index: row.data
+                    for rows in each.open(options).finished([Line(0, row), Line(1, row)])
+                    for row in rows
+                }
+                for each in (EngineDriver(engine.thread), driver)
+            )
+            assert own == replicas and own[1].count(b'"5!"') == 2
+            stream = driver.open(options)
+            threading.Thread(target=lambda: (release.wait(60), stream.interrupt(signal.SIGINT))).start()
+            assert [rows for rows in stream.finished([Line(0, row)]) if rows] == []
+        wait_until_idle(engine)
 
 
 def test_rows_and_keys_are_those_of_the_engine_itself(engine: Engine, replica: Replica) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cbatch.base.errors import ConfigError
-from cbatch.tools.tool import MAX_RESULT_CHARACTERS, Tool, load_tools
+from cbatch.tools.tool import MAX_RESULT_CHARACTERS, Tool, command, load_tools
 
 SOURCE = '''
 """Some tools."""
@@ -94,18 +94,19 @@ def test_a_command_as_a_tool(tmp_path: Path) -> None:
 
 def test_a_tool_that_hangs_or_floods_is_ended() -> None:
     """Guards the chat against tools that never end, children of theirs that hold on, and endless output."""
-    sleeper = Tool("s", "", {}, ("sh", "-c", "sleep 100 & sleep 100"), timeout_s=0.3)
+    sleeper = Tool("s", "", {}, command("sh", "-c", "sleep 100 & sleep 100", timeout_s=0.3))
     assert sleeper.run("{}") == "Error: no result within 0.3 s."
     cancelled = threading.Event()
     threading.Timer(0.2, cancelled.set).start()
     started = time.monotonic()
-    assert Tool("s", "", {}, ("sleep", "100")).run("{}", cancelled) == "Error: cancelled."
+    assert Tool("s", "", {}, command("sleep", "100")).run("{}", cancelled) == "Error: cancelled."
     assert time.monotonic() - started < 30
-    for command in ("yes", "yes >&2", "yes | head -c 300000"):
-        flood = Tool("f", "", {}, ("sh", "-c", command)).run("{}")
+    for text in ("yes", "yes >&2", "yes | head -c 300000"):
+        flood = Tool("f", "", {}, command("sh", "-c", text)).run("{}")
         assert len(flood) < MAX_RESULT_CHARACTERS + 50
     assert flood.endswith("[the rest is cut off]")
-    assert Tool("n", "", {}, ("/no/such/program",)).run("{}").startswith("Error: the tool cannot be run: No such file")
+    missing = Tool("n", "", {}, command("/no/such/program")).run("{}")
+    assert missing.startswith("Error: the tool cannot be run: No such file")
 
 
 @pytest.mark.parametrize(

@@ -206,13 +206,14 @@ def _make_controller(
             notice(f"the chat template of {engine.loaded.name} takes no tools, so --tools has no effect")
         return engine
 
+    tools = ToolBox(load_tools(options.tools), allows_all=options.allow_tools)  # before a model is loaded for them
     open_own = partial(load, config, trace)
     client = EngineClient(open_own, template_kwargs=options.template_kwargs, closes_engine=trace is not None)
     return ChatController(
         client,
         model_name=config.model or "",
         open_model=lambda name: load(replace(config, model=name, revision=None, lora=None)),
-        tools=ToolBox(load_tools(map(Path, options.tools)), allows_all=options.allow_tools),
+        tools=tools,
         system=sampling.system,
         params=sampling.params,
         run_seed=sampling.seed,

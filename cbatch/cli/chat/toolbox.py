@@ -73,10 +73,7 @@ class ToolBox:
         stopped, post, _ = self._open[reply]
 
         def run() -> None:
-            try:
-                result = self.tools[use.name].run(use.arguments, stopped)
-            except BaseException as error:  # the reply waits for a result
-                result = f"The tool {use.name} failed: {error!r}"
+            result = self.tools[use.name].run(use.arguments, stopped)
             post(lambda: self._finish(reply, use, result))
 
         self._threads.submit(run)

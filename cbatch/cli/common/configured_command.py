@@ -183,13 +183,10 @@ class ConfiguredCommand(click.Command):
 
     def __init__(self, *arguments: Any, **attributes: Any) -> None:
         super().__init__(*arguments, **attributes)
-        variables: dict[click.Option, list[str]] = {}
         for key, option in option_keys(self).items():
-            variables.setdefault(option, []).append(f"CBATCH_{self.name}_{key}".upper())
-        for option, names in variables.items():
             option.show_envvar = True
-            if option.envvar is None:  # Click would name the variable after our name for it
-                option.envvar = names
+            if not isinstance(option.envvar, str):  # Click would name the variable after our name for it
+                option.envvar = [*(option.envvar or ()), f"CBATCH_{self.name}_{key}".upper()]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Reads the file before the options. What is wrong in it counts only if nobody asks for help."""

@@ -225,13 +225,8 @@ def template_kwargs_option() -> Any:
 
 def tools_option() -> Any:
     """The field of a command's record for files of tools."""
-    return option(
-        (),
-        "Let the model call the tools in FILE (repeatable).",
-        group="Prompts and tools",
-        names=("--tools", "--tool"),
-        metavar="FILE",
-    )
+    help = "Let the model call the tools in FILE: Python functions, commands, MCP servers (repeatable)."
+    return option((), help, group="Prompts and tools", names=("--tools", "--tool"), metavar="FILE")
 
 
 def trace_option() -> Any:

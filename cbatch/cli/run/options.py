@@ -171,7 +171,7 @@ class RunOptions:
         """Raises ConfigError for options that would make every row an error row."""
         self.sampling.check()
         self.replicas.check(self.engine, self.trace)
-        load_tools(map(Path, self.tools))  # before a model is loaded for them
+        load_tools(self.tools)  # before a model is loaded for them
         self._validation()
         if (cache := self._cache()) is not None:
             if self.replicas.ray is not None:
@@ -235,7 +235,7 @@ class RunOptions:
             has_columns=self.input_form in TABLES or self.template is not None,
             unit=unit_of(self.input_form),
             allow_unknown=self.allow_unknown,
-            tools=tuple(load_tools(map(Path, self.tools))),
+            tools=tuple(load_tools(self.tools)),
             max_tool_rounds=self.max_tool_rounds,
             validation=self._validation(),
             cache=self._cache(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ from cbatch.cli.chat.session.store import read_session, to_json
 from cbatch.cli.chat.toolbox import ToolBox
 from cbatch.cli.common.exits import UserError
 from cbatch.requests.output_processor import StreamEvent
-from cbatch.tools.tool import Tool
+from cbatch.tools.tool import Tool, command
 from tests.support.chat_harness import reply_of
 from tests.support.chat_templates import QWEN3
 from tests.support.chat_terminal import Chat
@@ -27,8 +27,8 @@ from tests.support.model_folder import make_tokenizer
 from tests.support.tiny_models import make_network
 from tests.support.tool_calls import TAGS
 
-ECHO = Tool("echo", "Says it again.", {"type": "object", "required": ["text"]}, ("echo", "{text}"))
-SLOW = Tool("slow", "Takes long.", {}, ("sleep", "100"))
+ECHO = Tool("echo", "Says it again.", {"type": "object", "required": ["text"]}, command("echo", "{text}"))
+SLOW = Tool("slow", "Takes long.", {}, command("sleep", "100"))
 
 
 class ScriptedClient:
@@ -70,8 +70,8 @@ def client() -> ScriptedClient:
     return ScriptedClient()
 
 
-def make(client: Any, **options: Any) -> ChatController:
-    return ChatController(client, tools=ToolBox([ECHO, SLOW], **options))
+def make(client: Any, tools: Iterable[Tool] = (ECHO, SLOW), **options: Any) -> ChatController:
+    return ChatController(client, tools=ToolBox(list(tools), **options))
 
 
 def test_a_call_is_asked_about_and_its_result_goes_back(client: ScriptedClient, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ NO_MODEL = ["-m", "/no/such/model"]
         "pyarrow: run {zstd}",
         "pyarrow: bench {parquet}",
         "jsonschema: run {rows} --validate json-schema={{}}",
+        "mcp: run {rows} --tools {servers}",
         "matplotlib: bench --plot {rows}.pictures",
         "matplotlib: bench --users 3 --report {rows}.html",
         "ray: bench --ray auto",
@@ -40,6 +41,7 @@ def test_a_missing_package_is_told_at_the_start(
     """Guards runs that would load a model first, or answer every row with the same error."""
     package, _, command = line.partition(": ")
     rows, parquet, zstd = (tmp_path / name for name in ("rows.jsonl", "rows.parquet", "rows.csv.zst"))
+    (servers := tmp_path / "servers.json").write_text('{"mcpServers": {}}')
     rows.write_text('{"prompt": "Hi"}\n')
     parquet.write_bytes(b"PAR1")
     zstd.write_bytes(b"\x28\xb5\x2f\xfd....")
@@ -47,7 +49,7 @@ def test_a_missing_package_is_told_at_the_start(
         monkeypatch.setitem(sys.modules, name, None)
     if "cbatch.replicas.ray_cluster" in sys.modules:  # which has imported it
         monkeypatch.setattr("cbatch.replicas.ray_cluster.ray", None)
-    arguments = shlex.split(command.format(rows=rows, parquet=parquet, zstd=zstd))
+    arguments = shlex.split(command.format(rows=rows, parquet=parquet, zstd=zstd, servers=servers))
     assert run_command([*arguments, *NO_MODEL]) == 2
     told = capsys.readouterr().err
     assert f"{package}: pip install" in told and f"[{EXTRAS[package][0]}]'" in told and "model" not in told

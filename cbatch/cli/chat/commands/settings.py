@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from cbatch.base.params import PARAMS, SamplingParams, with_overrides
@@ -180,7 +181,7 @@ def _model_name(chat: FrontEnd, which: str) -> str:
 def do_tools(chat: FrontEnd, which: str) -> None:
     """list what models may call
 
-    The files of --tools define them. `allow` runs a tool without asking, `ask` asks before each call again.
+    The files and servers of --tools bring them. `allow` runs a tool without asking, `ask` asks before each call again.
     Example: /tools allow weather
     """
     toolbox = chat.controller.tools
@@ -191,8 +192,10 @@ def do_tools(chat: FrontEnd, which: str) -> None:
         if action not in ("allow", "ask") or name not in toolbox.tools:
             raise UserError(f"Type /tools allow NAME or /tools ask NAME; there are {', '.join(toolbox.tools)}.")
         (toolbox.allowed.add if action == "allow" else toolbox.allowed.discard)(name)
-    lines = []
+    lines: dict[str, list[str]] = {}
     for tool in toolbox.tools.values():
+        problem = f" has ended: {tool.server.problem}" if tool.server is not None and tool.server.problem else ""
         state = "runs" if tool.name in toolbox.allowed else "asks"
-        lines.append(f"{tool.name:<16} {state}  {tool.description}".rstrip())
-    chat.show(*lines)
+        line = f"  {tool.name:<16} {state}  {tool.description.strip().partition(chr(10))[0]}".rstrip()
+        lines.setdefault(tool.source + problem, []).append(line)
+    chat.show(*chain.from_iterable((source, *own) for source, own in lines.items()))
