@@ -49,6 +49,8 @@ MAX_TOKEN_ID = 2**31
 CONSTRAINTS = ("response_format", "regex", "choice", "grammar")
 """Parameters that constrain the output; a request has at most one of them."""
 
+_FORMATS = "an object whose type is text, json_object or json_schema, or a class of pydantic"
+
 LogitBias = Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]]
 """Token ids, which are strings in JSON, and what is added to their logits."""
 
@@ -156,7 +158,11 @@ def _choice(name: str, value: object) -> tuple[str, ...]:
 
 
 def _response_format(name: str, value: object) -> str | None:
-    """As text it is hashable, and the properties keep their order."""
+    """As text it is hashable, and the properties keep their order. Pydantic's classes stand for their schema."""
+    if hasattr(value, "model_json_schema"):
+        value = {"type": "json_schema", "json_schema": {"schema": value.model_json_schema()}}
+    if not isinstance(value, str | Mapping):
+        raise _invalid(name, _FORMATS, value)
     text = value if isinstance(value, str) else _as_json(name, value)
     return text if _constraint_of_format(text) else None
 
@@ -204,7 +210,9 @@ def _constraint_of_format(text: str) -> Constraint | None:
             return Constraint("json_schema", json.dumps(schema))
         wanted = '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
     else:
-        wanted = "an object whose type is text, json_object or json_schema"
+        wanted = _FORMATS
+        if isinstance(value, dict) and value.keys() & {"properties", "$ref", "anyOf", "enum", "items"}:
+            wanted += " (a schema itself is guided_json)"
     raise _invalid("response_format", wanted, value)
 
 
@@ -403,11 +411,11 @@ class SamplingParams:
     )
     echo: bool = _param(False, _FLAG, "Begin the text with the prompt.", only_in_run=True)
     skip_special_tokens: bool = _param(True, _FLAG, "Leave special tokens out of the text.")
-    response_format: Converted[str | Mapping[str, Any] | None, str | None] = _param(
+    response_format: Converted[str | Mapping[str, Any] | type | None, str | None] = _param(
         NOTHING,
         (_optional(_response_format), "object"),
         'Make the output JSON: `{"type": "json_object"}`, or `json_schema` with a schema.',
-        "As OpenAI has it; kept as JSON text.",
+        "As OpenAI has it; kept as JSON text. In Python also a class of pydantic.",
     )
     regex: str | None = _param(
         None,

@@ -59,6 +59,7 @@ class InputProcessor:
                 self._openai_params = replace(self._params, max_tokens=None)
         if self._params.constraint is not None:  # now, instead of an error for each request
             require_package("llguidance")
+            model.compile(self._params, (), None)
         self._template = _with_fields(defaults.template, template)
 
     @property

@@ -5,6 +5,7 @@ A wrong type has a comment that tells mypy to expect an error; mypy reports the 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import FrozenInstanceError, replace
 from types import MappingProxyType
@@ -151,3 +152,14 @@ def test_each_parameter_says_what_it_does() -> None:
     for name, info in PARAMS.items():
         assert info.help and f"    {name}: {info.help}" in str(SamplingParams.__doc__)
     assert {name for name, info in PARAMS.items() if info.filters} == {*FILTERS}
+
+
+def test_response_format_takes_a_class_of_pydantic() -> None:
+    """Guards the form that Python programs hold, and errors that say what was given."""
+    pydantic = pytest.importorskip("pydantic", reason="pydantic is not installed")
+    person = pydantic.create_model("Person", name=(str, ...))
+    constraint = SamplingParams(response_format=person, pretty_json=True).constraint
+    assert constraint is not None and constraint.pretty and json.loads(constraint.source)["required"] == ["name"]
+    for wrong, said in ((5, "not 5"), ({"type": "object", "properties": {}}, "guided_json")):
+        with pytest.raises(RequestError, match=said):
+            SamplingParams(response_format=wrong)

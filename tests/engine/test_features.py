@@ -12,6 +12,7 @@ import torch
 
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
+from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.runtime.batch import Logits
@@ -287,3 +288,14 @@ def test_what_the_model_cannot_do_is_refused(asked: dict[str, Any], message: str
     """Guards the step against entries that no logit has, and against features that would do nothing."""
     (output,) = generate(make_engine(network()), [[1, 2]], SamplingParams(max_tokens=2).merged(asked))
     assert output.error is not None and message in str(output.error)
+
+
+@pytest.mark.parametrize(
+    "params", [{"regex": "["}, {"grammar": "start: x"}, {"guided_json": {"type": "foo"}}, SamplingParams(regex="(")]
+)
+def test_a_constraint_that_cannot_be_compiled_raises_at_once(params: Any) -> None:
+    """Guards programs against an empty text instead of the error of their own pattern."""
+    pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
+    for call in (lambda: demo().generate(["a", "b"], params), lambda: list(demo().stream("a", params))):
+        with pytest.raises(RequestError, match="cannot be used"):
+            call()
