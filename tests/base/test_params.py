@@ -160,6 +160,7 @@ def test_response_format_takes_a_class_of_pydantic() -> None:
     person = pydantic.create_model("Person", name=(str, ...))
     constraint = SamplingParams(response_format=person, pretty_json=True).constraint
     assert constraint is not None and constraint.pretty and json.loads(constraint.source)["required"] == ["name"]
-    for wrong, said in ((5, "not 5"), ({"type": "object", "properties": {}}, "guided_json")):
+    wrong_ones: list[tuple[Any, str]] = [(5, "not 5"), ({"type": "object", "properties": {}}, "guided_json")]
+    for wrong, said in wrong_ones:
         with pytest.raises(RequestError, match=said):
             SamplingParams(response_format=wrong)
