@@ -29,8 +29,8 @@ TOO_COMPLEX = "it is too complex at this place."
 
 NO_BUDGET = 1 << 31
 
-BYTES_PER_TOKEN = 8
-"""Of a way to the end, at most; longer ones are not looked for."""
+SPARE_BYTES = 256
+"""Bytes that a way to the end may have beside twice the shortest output; longer ones are not looked for."""
 
 SPARE_FOR_LOGPROBS = 32
 """Tokens by which a form is closed early if log-probabilities are wanted: no token of it can be replaced."""
@@ -60,6 +60,11 @@ class CompiledGrammar:
         found = self.closing(self.byte_matcher, MAX_BYTES) if self.byte_matcher is not None else None
         is_right = found is not None and self.matcher.validate_tokens(list(found)) == len(found)
         return found if is_right else None
+
+    @cached_property
+    def most_bytes(self) -> int:
+        """Of a way to the end that is looked for."""
+        return min(2 * sum(len(self.token_bytes[token]) for token in self.shortest or ()) + SPARE_BYTES, MAX_BYTES)
 
     def closing(self, byte_matcher: Any, most: int) -> tuple[int, ...] | None:
         """Tokens of a short way to the end, of at most so many bytes; None if none was found."""
@@ -289,7 +294,7 @@ class GrammarState:
             self._closes = False  # it is too complex for the matcher over bytes
             return None
         self._to_feed.clear()
-        found = self._grammar.closing(self._bytes, min(BYTES_PER_TOKEN * (left + 1), MAX_BYTES))
+        found = self._grammar.closing(self._bytes, self._grammar.most_bytes)
         return found if found is not None and self._leads_to_end(found) else None
 
     def _leads_to_end(self, tokens: Sequence[int], *, stops: bool = False) -> bool:
