@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from cbatch.base.errors import ConfigError
@@ -18,6 +19,10 @@ DEVICE_VARIABLE = "CBATCH_DEVICE"
 
 CPU_CACHE_SHARE = "25%"
 """The share of free memory that the KV cache takes by default, where the device works in the memory of the host."""
+
+_REPLY_FORMATS = Path(__file__).parents[1] / "text" / "reply_formats"
+REPLY_FORMATS = ("auto", *sorted(path.stem for path in _REPLY_FORMATS.glob("*.toml")))
+"""The names of declarations of what models write."""
 
 FLOAT_TYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -98,6 +103,12 @@ class EngineConfig:
     )
     offload_folder: str | None = _model(
         None, "Folder for weights rewritten for the disk, with --device-map.", metavar="DIR", is_file=True
+    )
+    reply_format: str = _model(
+        "auto",
+        "What the model writes: how it marks reasoning and tool calls; auto: as its chat template shows.",
+        metavar="NAME",
+        choices=REPLY_FORMATS,
     )
     max_seqs: int | None = _engine(
         None, "Most requests that run at once.", more="Default: 256 on a GPU, 32 on a CPU.", low=1

@@ -71,8 +71,8 @@ class Request:
 
     Encoded, by `InputProcessor.encode`:
     grammar:  compiled constraint of the output (`CompiledGrammar`)
-    tags:     special tokens that stay in the text, because they tell the parts of an answer apart; empty if the output
-              is not an answer in a conversation
+    is_reply: whether the output is a reply in a conversation, which comes apart into reasoning, text and tool calls
+    tags:     special tokens that stay in its text, because they tell these apart
     opens_thinking: whether the template has opened the think tag of the answer, in front of `prefix`
     is_thinking: whether the prompt leaves the model inside its reasoning
     prefix:   the beginning of the answer, which the prompt ends with
@@ -121,6 +121,7 @@ class Request:
     columns: Sequence[str] = ()
 
     grammar: Any = None
+    is_reply: bool = False
     tags: tuple[str, ...] = ()
     opens_thinking: bool = False
     is_thinking: bool = False

@@ -155,6 +155,7 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
             "in memory": getattr(model, "packed", ""),
             "placement": str(placement or ""),
             "step cost": placement.cost if placement is not None else "",
+            "replies": self.tokenizer.reply_format.describe() if self.tokenizer is not None else "",
             "adapters": adapters and f"{adapters}: {self._adapter_parameters / 1e6:,.1f} million parameters",
             "not applied": ", ".join(self.loaded.not_applied),
             "fallback": self._fallback,

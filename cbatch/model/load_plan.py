@@ -43,6 +43,7 @@ class LoadPlan:
     activations:  how rows are rounded that are multiplied with integers which the files have (see `Quantization`)
     weight_cache: where packed weights are kept; for the fast path on a CPU
     device_map:   spread the model if it does not fit on its device
+    reply_format: name of what the model writes, or auto
     """
 
     source: str = str(DEMO_MODEL)
@@ -54,6 +55,7 @@ class LoadPlan:
     activations: str = "int8"
     weight_cache: WeightCache | None = None
     device_map: DeviceMap | None = None
+    reply_format: str = "auto"
 
     @classmethod
     def of(cls, config: EngineConfig) -> LoadPlan:
@@ -78,6 +80,7 @@ class LoadPlan:
             activations=config.activations,
             weight_cache=WeightCache.of_config(config),
             device_map=choose_device_map(config, device),
+            reply_format=config.reply_format,
         )
 
     @property

@@ -138,7 +138,7 @@ def _load(plan: LoadPlan) -> LoadedModel:
     _check_folder(plan.source)
     plan = replace(plan, source=reachable_source(plan.source, plan.revision))
     folder, settings, defaults = _checked_settings(plan)
-    tokenizer = _checked_tokenizer(load_tokenizer(plan.source, plan.revision))
+    tokenizer = _checked_tokenizer(plan, load_tokenizer(plan.source, plan.revision))
     if device_map is not None:
         plan = replace(plan, device=device_map.device, device_map=None if fits(plan, device_map) else device_map)
     make_network: Callable[[], Any] = partial(load_network, plan)
@@ -177,8 +177,8 @@ def _load(plan: LoadPlan) -> LoadedModel:
     )
 
 
-def _checked_tokenizer(tokenizer: TextTokenizer | None) -> ChatTokenizer | None:
-    made = ChatTokenizer(tokenizer) if tokenizer is not None else None
+def _checked_tokenizer(plan: LoadPlan, tokenizer: TextTokenizer | None) -> ChatTokenizer | None:
+    made = ChatTokenizer(tokenizer, plan.reply_format) if tokenizer is not None else None
     if made is not None:
         made.try_template()
     return made
@@ -196,7 +196,7 @@ def _load_gguf(plan: LoadPlan) -> LoadedModel:
     except OSError as error:
         raise ModelError(f"Cannot load {source}: {first_sentence(error)}") from error
     checkpoint = GgufModel(paths, plan.weight_cache)
-    tokenizer = _checked_tokenizer(checkpoint.tokenizer)
+    tokenizer = _checked_tokenizer(plan, checkpoint.tokenizer)
     model = checkpoint.load(plan)
 
     def make_network() -> Any:

@@ -92,6 +92,7 @@ class Choice:
     finish_reason: `stop`, `length`, `tool_calls`, or `error` (see `Completion.error`)
     stop_reason:   the stop string that ended the output
     closed:        whether its form is complete, although the tokens that it may have have run out
+    note:          what is unusual about it, as a sentence: reasoning that the model did not close
     token_ids:     the generated tokens, with the end token
     logprobs:      of each of these tokens; None if not asked for
     """
@@ -103,6 +104,7 @@ class Choice:
     finish_reason: FinishReason = "stop"
     stop_reason: str | None = None
     closed: bool = False
+    note: str | None = None
     token_ids: Sequence[int] = ()
     logprobs: Sequence[TokenLogprob] | None = None
 
@@ -127,8 +129,8 @@ class Completion(Mapping[str, Any]):
     `json.dumps`. Change a row from `to_dict` and not what the mapping holds. Completions with the same row are equal.
 
     choices:         the outputs, one unless `n` asks for more; one that is empty if there is an error. The completion
-                     has `text`, `reasoning`, `tool_calls`, `finish_reason`, `stop_reason`, `token_ids` and `logprobs`
-                     of the first
+                     has `text`, `reasoning`, `tool_calls`, `finish_reason`, `stop_reason`, `note`, `token_ids` and
+                     `logprobs` of the first
     usage:           numbers of tokens
     error:           why the request failed, or None
     prompt_logprobs: of each token of the prompt, if asked for
@@ -237,6 +239,7 @@ class Completion(Mapping[str, Any]):
     tool_calls: tuple[ToolCall, ...] = _of_first_choice("tool_calls")
     finish_reason: FinishReason = _of_first_choice("finish_reason")
     stop_reason: str | None = _of_first_choice("stop_reason")
+    note: str | None = _of_first_choice("note")
     token_ids: Sequence[int] = _of_first_choice("token_ids")
     logprobs: Sequence[TokenLogprob] | None = _of_first_choice("logprobs")
 
@@ -363,6 +366,8 @@ class Completion(Mapping[str, Any]):
                 message |= {"content": content or None, "tool_calls": [call.to_dict() for call in choice.tool_calls]}
             if choice.reasoning is not None:
                 message["reasoning"] = choice.reasoning
+            if choice.note is not None:
+                message["note"] = choice.note
             shown["message"] = message
         else:
             shown["text"] = choice.text if self._has_text else ""
@@ -378,6 +383,7 @@ class Completion(Mapping[str, Any]):
             **({"tool_calls": [call.to_dict() for call in choice.tool_calls]} if choice.tool_calls else {}),
             **({"stop_reason": choice.stop_reason} if choice.stop_reason is not None else {}),
             **({"closed": True} if choice.closed else {}),
+            **({"note": choice.note} if choice.note is not None else {}),
             **columns.fields("of_output", self._columns, choice),
         }
         return fields | ({"logprobs": {"content": _tokens(choice.logprobs)}} if choice.logprobs is not None else {})
@@ -449,6 +455,7 @@ def _choice_of(fields: Mapping[str, Any]) -> Choice:
         finish_reason=fields["finish_reason"],
         stop_reason=fields.get("stop_reason"),
         closed=fields.get("closed", False),
+        note=message.get("note"),
         token_ids=fields.get("token_ids", ()),
         logprobs=_logprobs_of(logprobs["content"]) if logprobs is not None and "content" in logprobs else None,
     )

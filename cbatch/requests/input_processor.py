@@ -69,8 +69,11 @@ class InputProcessor:
 
     @cached_property
     def _keys(self) -> KeyMaker:
-        has_clock = self._tokenizer is not None and self._tokenizer.template_has_clock
-        return KeyMaker(self._model.fingerprint + (self._defaults.template.today.isoformat() if has_clock else ""))
+        model, tokenizer = self._model.fingerprint, self._tokenizer
+        if tokenizer is not None:
+            model += self._defaults.template.today.isoformat() if tokenizer.template_has_clock else ""
+            model += tokenizer.chosen_format
+        return KeyMaker(model)
 
     def request(self, row: Request, params: SamplingParams | None = None) -> Request:
         """Applies the defaults to a row, which it returns.
@@ -120,8 +123,7 @@ class InputProcessor:
                 tokenizer.bad_word_ids(params.bad_words)  # fills a cache here, not on the engine's thread
             request.prefix = request.answer
             if tokenizer is not None and request.messages is not None and prompt_ids:
-                parser = tokenizer.output_parser
-                request.tags = parser.special_tags if request.tools else parser.think_tags or ()
+                request.is_reply, request.tags = True, tokenizer.visible_tokens(with_calls=bool(request.tools))
                 if request.template.continue_final_message:
                     request.prefix = str(request.messages[-1]["content"])
                 request.opens_thinking = tokenizer.opens_thinking(prompt_ids, request.prefix)

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from cbatch.base.errors import RequestError, as_error
-from cbatch.base.outputs import FinishReason, TokenEvent, TokenLogprobs, ToolCall
+from cbatch.base.outputs import FinishReason, TokenEvent, TokenLogprobs
 from cbatch.base.request import Request
 from cbatch.requests import columns
 from cbatch.requests.completion import Choice, Completion, Timing, TokenLogprob, Usage
-from cbatch.text.output_parser import OutputParser, OutputStream, ParsedDelta
+from cbatch.text.replies.declaration import ReplyFormat
+from cbatch.text.replies.stream import Ending, OutputStream, ParsedDelta
 from cbatch.text.tokenizer import ChatTokenizer
 
 
@@ -25,7 +26,8 @@ class StreamEvent:
     sample_index:  number of the output among several for one prompt (`n`)
     text:          new text, which may be empty: what could still become a stop string, a tag or the rest of a character
                    is held back. All of them joined are the text of the choice
-    reasoning:     new reasoning, from between the model's think tags
+    reasoning:     new reasoning, from between the model's think tags. If the model does not close tags that its chat
+                   template opened, the text of the last event is all of it once more, since it is the answer
     token_id:      the new token; None in an event that only ends an output
     finish_reason: `stop`, `length`, `tool_calls` or `error`; None while the output goes on
     error:         why the request failed
@@ -76,16 +78,15 @@ class _OutputParts:
         if request.params.echo and tokenizer is not None:
             skip = request.params.skip_special_tokens
             self._echo = tokenizer.decode(request.prompt_ids, skip_special_tokens=skip)
-        self._stream = OutputStream(OutputParser())
-        if tokenizer is not None and request.tags:
-            is_thinking = request.opens_thinking
-            parser, tools, prefix = tokenizer.output_parser, request.tools, request.prefix
-            self._stream = OutputStream(parser, is_thinking=is_thinking, tools=tools, prefix=prefix)
+        self._stream = OutputStream(ReplyFormat("none"))
+        if tokenizer is not None and request.is_reply:
+            is_thinking, tools, prefix = request.opens_thinking, request.tools, request.prefix
+            self._stream = OutputStream(tokenizer.reply_format, is_thinking=is_thinking, tools=tools, prefix=prefix)
 
     def take(
         self, token_ids: Sequence[int], raw: str, finish_reason: FinishReason | None
-    ) -> tuple[str, ParsedDelta, tuple[ToolCall, ...]]:
-        """The text of further tokens as the model wrote it, what it adds to each part, and the calls at the end.
+    ) -> tuple[str, ParsedDelta, Ending]:
+        """The text of further tokens as the model wrote it, what it adds to each part, and what its end says.
 
         raw: their text, if the engine has made it
         """
@@ -97,9 +98,10 @@ class _OutputParts:
                 raw += self._detokenizer.flush()
         new, echo, self._echo = self._stream.push(raw), self._echo, ""
         if finish_reason is None:
-            return raw, ParsedDelta(echo + new.text, new.reasoning), ()
-        last, calls = self._stream.finish()
-        return raw, ParsedDelta(echo + new.text + last.text, new.reasoning + last.reasoning), calls
+            return raw, ParsedDelta(echo + new.text, new.reasoning), Ending()
+        end = self._stream.finish(finish_reason)
+        reasoning = "" if end.is_all_text else new.reasoning + end.delta.reasoning
+        return raw, ParsedDelta(echo + new.text + end.delta.text, reasoning), end
 
 
 class OutputProcessor:
@@ -186,16 +188,16 @@ class OutputProcessor:
         """
         output = self.outputs[event.sample_index]
         finish_reason, error = event.finish_reason, event.error
-        raw, new, calls = "", ParsedDelta(), tuple[ToolCall, ...]()
+        raw, new, end = "", ParsedDelta(), Ending()
         try:
             if error is None:
                 output.parts = output.parts or self._new_parts()
                 token_ids = [] if event.token_id is None else [event.token_id]
-                raw, new, calls = output.parts.take(token_ids, event.text, finish_reason)
+                raw, new, end = output.parts.take(token_ids, event.text, finish_reason)
         except BaseException as raised:
             finish_reason, error = "error", _text_error(raised)
             self.fail(error, event.sample_index)
-        if calls and finish_reason == "stop":
+        if end.calls and finish_reason == "stop":
             finish_reason = "tool_calls"
         if finish_reason is not None:
             self._num_unread = 0 if error is not None else self._num_unread - 1
@@ -244,8 +246,8 @@ class OutputProcessor:
     def _choice(self, number: int) -> Choice:
         request, output = self.request, self.outputs[number]
         texts, ending = "".join(output.texts), output.finish_reason or "error"
-        _, whole, found = self._new_parts().take(output.token_ids, texts, ending)
-        calls = found[: request.max_calls]
+        _, whole, end = self._new_parts().take(output.token_ids, texts, ending)
+        calls = end.calls[: request.max_calls]
         has_calls = bool(calls) and output.finish_reason == "stop"
         return Choice(
             index=number,
@@ -255,6 +257,7 @@ class OutputProcessor:
             finish_reason="tool_calls" if has_calls else ending,
             stop_reason=output.stop_reason,
             closed=output.closed,
+            note=end.note,
             token_ids=output.token_ids,
             logprobs=[self._logprob(one) for one in output.logprobs] if request.params.logprobs is not None else None,
         )

@@ -26,7 +26,7 @@ from cbatch.requests.param_names import (
     own_params,
     translate,
 )
-from cbatch.text.tool_calls import check_tools
+from cbatch.requests.tools import check_tools
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 

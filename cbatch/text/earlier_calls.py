@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from cbatch.base.errors import RequestError
 from cbatch.isolate.worker import WorkerDied
-from cbatch.text.tool_calls import whole_json
+from cbatch.text.json_text import whole_json
 
 Message = dict[str, Any]
 

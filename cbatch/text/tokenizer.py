@@ -13,9 +13,10 @@ from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams
 from cbatch.schedule.limits import too_long_for
 from cbatch.text.backend import Encoded, TextTokenizer
-from cbatch.text.detokenizer import NUM_CONTEXT_TOKENS, IncrementalDetokenizer
+from cbatch.text.detokenizer import IncrementalDetokenizer
 from cbatch.text.earlier_calls import OBJECT, PROBE_TOOL, CallForm, call_forms, has_calls, is_refusal, with_calls
-from cbatch.text.output_parser import OutputParser
+from cbatch.text.replies.declaration import ReplyFormat
+from cbatch.text.replies.formats import find_format, reply_formats
 from cbatch.text.template_renderer import TemplateRenderer
 
 Message = Mapping[str, Any]
@@ -23,6 +24,9 @@ Message = Mapping[str, Any]
 
 Prompt = str | Sequence[int] | Mapping[str, Sequence[Message]]
 """Text, token ids, or a conversation: `{"messages": [{"role": "user", "content": "Hi"}]}`, optionally with `tools`."""
+
+NUM_OPENING_TOKENS = 12
+"""Last tokens among which a tag of reasoning is looked for; the longest take about half as many."""
 
 CHARACTERS_PER_TOKEN, SPARE_CHARACTERS, SPARE_TOKENS = 6, 4096, 256
 """How much of a text is encoded first: enough that ordinary text has more tokens than the context."""
@@ -34,8 +38,10 @@ class ChatTokenizer:
     Special tokens that someone writes into a message stay text. Only those of the template itself are special.
     """
 
-    def __init__(self, tokenizer: TextTokenizer) -> None:
+    def __init__(self, tokenizer: TextTokenizer, reply_format: str = "auto") -> None:
+        """reply_format: the name of what the model writes (see `REPLY_FORMATS`); `auto`: what its template shows"""
         self._tokenizer = tokenizer
+        self.chosen_format = "" if reply_format == "auto" else reply_format
         self.backend = tokenizer.backend
         self.templates = tokenizer.chat_template
         self.token_bytes = self.backend.bytes_of
@@ -69,9 +75,30 @@ class ChatTokenizer:
         return "\n".join(self.templates.values()) if isinstance(self.templates, dict) else self.templates or ""
 
     @cached_property
-    def output_parser(self) -> OutputParser:
-        """Parses the model's outputs. All of its templates count, such as one of its own for tools."""
-        return OutputParser.from_template(self.template_source)
+    def reply_format(self) -> ReplyFormat:
+        """What the model writes. All of its templates count, such as one of its own for tools."""
+        if self.chosen_format:
+            return reply_formats()[self.chosen_format]
+        return find_format(self.template_source, self._special) if self.template_source else reply_formats()["none"]
+
+    @property
+    def reasoning_end(self) -> str | None:
+        """The text with which the model closes its reasoning and goes on to its answer; None if it does not reason."""
+        reasoning = self.reply_format.reasoning
+        return reasoning.closing_text if reasoning is not None else None
+
+    def visible_tokens(self, *, with_calls: bool) -> tuple[str, ...]:
+        """Special tokens that have to stay in the text of an output, since its reply format has them.
+
+        Without calls it keeps their tags out of the text.
+        """
+        return self._markup_tokens[with_calls]
+
+    @cached_property
+    def _markup_tokens(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        pieces = (self.reply_format.markup(with_calls=with_calls) for with_calls in (False, True))
+        without, all_of_them = (tuple(sorted(set(self._special_pattern.findall(one)))) for one in pieces)
+        return without, all_of_them
 
     @property
     def takes_tools(self) -> bool:
@@ -159,28 +186,30 @@ class ChatTokenizer:
 
         continued: text at the end of the prompt that is the beginning of the answer
         """
-        if self.output_parser.think_tags is None:
+        reasoning = self.reply_format.reasoning
+        if reasoning is None or self.reply_format.headers:
             return False
         start = continued.strip()
         # No token is shorter than a byte.
-        end = self.decode(prompt[-NUM_CONTEXT_TOKENS - len(continued.encode()) :], skip_special_tokens=False)
-        return (end.rpartition(start)[0] if start else end).rstrip().endswith(self.output_parser.think_tags[0])
+        end = self.decode(prompt[-NUM_OPENING_TOKENS - len(continued.encode()) :], skip_special_tokens=False)
+        return (end.rpartition(start)[0] if start else end).rstrip().endswith(reasoning.opening)
 
     def is_thinking_after(self, answer: str, *, opened: bool) -> bool:
         """Whether the model is inside its reasoning after the beginning of an answer.
 
         opened: the template has opened the think tag (see `opens_thinking`)
         """
-        if self.output_parser.think_tags is None:
+        reasoning = self.reply_format.reasoning
+        if reasoning is None:
             return False
-        opening, closing = self.output_parser.think_tags
-        return (opened or answer.lstrip().startswith(opening)) and closing not in answer
+        if self.reply_format.headers:
+            return answer.rfind(reasoning.opening) > answer.rfind(reasoning.closing)
+        return (opened or answer.lstrip().startswith(reasoning.opening)) and reasoning.closing not in answer
 
     def ends_thinking(self, token_ids: Sequence[int]) -> bool:
         """Whether the closing think tag is among the last tokens of an output so far."""
-        tags = self.output_parser.think_tags
-        end = token_ids[-NUM_CONTEXT_TOKENS:]
-        return tags is not None and tags[1] in self.decode(end, skip_special_tokens=False)
+        reasoning, end = self.reply_format.reasoning, token_ids[-NUM_OPENING_TOKENS:]
+        return reasoning is not None and reasoning.closing in self.decode(end, skip_special_tokens=False)
 
     def _encode(self, text: str, context: int | None, *, add_special_tokens: bool = True) -> Encoded:
         """Encodes a text; first its beginning, if it is long for the context, since an encoding is large.

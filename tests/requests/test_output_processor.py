@@ -19,6 +19,7 @@ from cbatch.base.request import Request
 from cbatch.requests.completion import Choice, Completion, Timing, Usage
 from cbatch.requests.output_processor import OutputProcessor, StreamEvent
 from cbatch.text.detokenizer import IncrementalDetokenizer
+from cbatch.text.replies.stream import NOT_CLOSED
 from cbatch.text.tokenizer import ChatTokenizer
 from tests.support.chat_templates import DEEPSEEK_R1, LLAMA3, MISTRAL_LIST, MISTRAL_NAMED, QWEN3
 from tests.support.tool_calls import TOOLS, make_chat_tokenizer
@@ -45,7 +46,7 @@ ANSWERS: dict[str, tuple[str, list[tuple[str, str, str | None, int]]]] = {
     ),
     "DeepSeek, opened by the prompt": (
         DEEPSEEK_R1,
-        [("hm\n</think>\n\nYes.", "Yes.", "hm", 0), ("no end", "", "no end", 0), ("</think>Yes.", "Yes.", None, 0)],
+        [("hm\n</think>\n\nYes.", "Yes.", "hm", 0), ("no end", "no end", None, 0), ("</think>Yes.", "Yes.", None, 0)],
     ),
     "Mistral, list": (
         MISTRAL_LIST,
@@ -73,7 +74,8 @@ def make_request(name: str, key: str = "k" * 32, **params: Any) -> Request:
     return Request(
         prompt_ids=prompt_ids,
         params=SamplingParams(**params),
-        tags=tokenizer.output_parser.special_tags,
+        is_reply=True,
+        tags=tokenizer.visible_tokens(with_calls=True),
         opens_thinking=tokenizer.opens_thinking(prompt_ids),
         tools=TOOLS,
         index=4,
@@ -122,7 +124,9 @@ def check_stream(read: Sequence[StreamEvent], completion: Completion) -> None:
     for choice in completion.choices:
         mine = [event for event in read if event.sample_index == choice.index]
         assert "".join(event.text for event in mine) == choice.text
-        assert ("".join(event.reasoning for event in mine) or None) == choice.reasoning
+        # Reasoning that nothing closes has been shown when it turns out to be the text.
+        reasoning = choice.text if choice.note == NOT_CLOSED else choice.reasoning
+        assert ("".join(event.reasoning for event in mine) or None) == reasoning
         assert [event.token_id for event in mine] == list(choice.token_ids)
         assert [event.finish_reason for event in mine] == [None] * (len(mine) - 1) + [choice.finish_reason]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cbatch.base.outputs import ToolCall
+from cbatch.base.outputs import FinishReason, ToolCall
 from cbatch.text.loading import of_transformers
-from cbatch.text.output_parser import OutputParser, OutputStream
+from cbatch.text.replies.declaration import ReplyFormat
+from cbatch.text.replies.stream import OutputStream
 from cbatch.text.tokenizer import ChatTokenizer
-from cbatch.text.tool_calls import TOOL_TAGS
 from tests.support.chat_templates import LLAMA3, MISTRAL_LIST, MISTRAL_NAMED, QWEN3
 from tests.support.model_folder import make_tokenizer
 
@@ -28,17 +29,31 @@ class ParsedOutput(NamedTuple):
     text: str
     reasoning: str | None
     tool_calls: tuple[ToolCall, ...]
+    note: str | None = None
 
 
-def parse(parser: OutputParser, text: str, *, is_thinking: bool = False, tools: Any = None) -> ParsedOutput:
+def parse(
+    reply_format: ReplyFormat,
+    text: str,
+    *,
+    is_thinking: bool = False,
+    tools: Any = None,
+    reason: FinishReason | None = "stop",
+) -> ParsedOutput:
     """The parts of a whole output."""
-    stream = OutputStream(parser, is_thinking=is_thinking, tools=tools)
-    shown = stream.push(text)
-    rest, calls = stream.finish()
-    return ParsedOutput(shown.text + rest.text, shown.reasoning + rest.reasoning or None, calls)
+    return streamed(OutputStream(reply_format, is_thinking=is_thinking, tools=tools), [text], reason)
 
 
-TAGS = sorted({tag for tags in TOOL_TAGS.values() for tag in tags})
+def streamed(stream: OutputStream, parts: Sequence[str], reason: FinishReason | None = "stop") -> ParsedOutput:
+    """All that a stream gives, joined, and without reasoning that turned out to be the text."""
+    deltas = [stream.push(part) for part in parts]
+    end = stream.finish(reason)
+    texts, reasoning = zip(*deltas, end.delta, strict=True)
+    thoughts = "" if end.is_all_text else "".join(reasoning)
+    return ParsedOutput("".join(texts), thoughts or None, end.calls, end.note)
+
+
+TAGS = sorted(["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>"])
 
 
 def tool(name: str, parameters: dict[str, Any] | None) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def test_a_template_of_its_own_for_tools_is_used() -> None:
     tokenizer = with_template({"default": "plain", "tool_use": "<tool_call>"})
     assert decode(tokenizer, tokenizer.encode_chat(USER)) == "plain"
     assert decode(tokenizer, tokenizer.encode_chat(USER, tools=[tool_with("x")])) == "<tool_call>"
-    assert tokenizer.output_parser.tool_call_tag == "<tool_call>"
+    assert tokenizer.reply_format.name == "qwen3"
 
 
 TURN = "{% for m in messages %}<|im_start|>{{ m.name }}: {{ m.content }}<|im_end|>{% endfor %}"

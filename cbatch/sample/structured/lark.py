@@ -1,7 +1,7 @@
 """Translates constraints into Lark grammars of llguidance.
 
 Among them are grammars that make a model call one of its tools: `tool_choice` `required`, or a function by name. The
-call has the form that the model's chat template shows, so that `OutputParser` reads it, and its arguments fit the JSON
+call has the form that the model's chat template shows, so that `OutputStream` reads it, and its arguments fit the JSON
 schema of the function.
 """
 
@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from cbatch.base.errors import RequestError
 from cbatch.base.params import Constraint, Kind, SamplingParams
 from cbatch.base.request import ToolChoice
+from cbatch.sample.structured.call_rules import SpecialId, call_rules
 from cbatch.sample.structured.json_schema import RESERVED_KEYWORD, json_rule
+from cbatch.text.replies.declaration import NAME, Calls
+from cbatch.text.replies.formats import reply_formats
 from cbatch.text.tokenizer import ChatTokenizer
-from cbatch.text.tool_calls import HERMES, LLAMA, MISTRAL, TOOL_TAGS
 
 MAX_SOURCE = 1 << 20
 """Most characters of a schema, a pattern, a grammar or all choices together."""
@@ -38,12 +40,6 @@ _NAMES: dict[Kind, str] = {
 
 MAX_TOOLS = 128
 """Most tools that one output may choose from: OpenAI's own limit. Each schema is compiled on its own first."""
-
-_Form = Literal["hermes", "mistral_list", "mistral_named", "llama"]
-
-# A template of Mistral that puts the name of the function directly behind the tag, perhaps as a further expression.
-_NAME_FOLLOWS = re.compile(r"\[TOOL_CALLS\]['\"]?[\s+~{}-]*[\w.]*\bname\b")
-_NAME = re.compile(r"[\w.-]+")
 
 
 def check_source(constraint: Constraint) -> None:
@@ -133,15 +129,13 @@ def _shorten(constraint: Constraint, what: str) -> str:
 class ToolCallGrammar:
     """The calls that a constraint of the kind `tool_call` asks for.
 
-    form:        how a call is written
-    separators:  tags between a name and its arguments, if nothing else stands there
+    form:        the name of the reply format
     is_repeated: whether further calls may follow, if the form has room for them
     is_led:      whether line breaks may come first, as models write them after their reasoning
     functions:   the name of each, and the JSON schema of its arguments
     """
 
-    form: _Form
-    separators: Sequence[str]
+    form: str
     is_repeated: bool
     is_led: bool
     functions: Sequence[tuple[str, dict[str, Any]]]
@@ -155,45 +149,16 @@ class ToolCallGrammar:
         for name, parameters in self.functions:
             yield name, f"{HEADER}start: {json_rule(parameters)}"
 
-    def to_lark(self, special_id: Callable[[str], int | None]) -> str:
+    def to_lark(self, special_id: SpecialId) -> str:
         """The grammar of the calls.
 
         special_id: the id of a tag that is a special token; None for one that is text
         """
-
-        def tag(text: str) -> str:
-            token = special_id(text)
-            return json.dumps(text) if token is None else f"<[{token}]>"
-
-        rules = [f"start: {'LEAD? ' if self.is_led else ''}calls", *self._calls(tag)]
-        rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(self.functions))))
-        for number, (name, parameters) in enumerate(self.functions):
-            rules.append(f"call_{number}: {self._call(name, tag, f'arguments_{number}')}")
-            rules.append(f"arguments_{number}: {json_rule(parameters)}")
-        if self.is_led:
-            rules.append(r"LEAD: /\n{1,2}/")
-        return HEADER + "\n".join(rules)
-
-    def _calls(self, tag: Callable[[str], str]) -> list[str]:
-        if self.form == "llama":
-            return ["calls: call"]
-        if self.form == "mistral_list":
-            more = ' (", " call)*' if self.is_repeated else ""
-            return [f'calls: {tag(MISTRAL)} " "? "[" call{more} "]"']
-        if self.form == "mistral_named":
-            return [f"calls: one{'+' if self.is_repeated else ''}", f"one: {tag(MISTRAL)} call"]
-        opening, closing = TOOL_TAGS[HERMES]
-        more = r' ("\n"? one)*' if self.is_repeated else ""
-        return [f"calls: one{more}", rf'one: {tag(opening)} "\n"? call "\n"? {tag(closing)}']
-
-    def _call(self, name: str, tag: Callable[[str], str], arguments: str) -> str:
-        if self.form == "mistral_named":
-            call_id = " /[a-zA-Z0-9]{9}/"
-            between = [tag(text) + (call_id if text == "[CALL_ID]" else "") for text in self.separators]
-            return " ".join([json.dumps(name), *between, arguments])
-        key = "parameters" if self.form == "llama" else "arguments"
-        opening = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
-        return f'{json.dumps(opening)} {arguments} "}}"'
+        calls = reply_formats()[self.form].calls
+        assert calls is not None
+        rules = call_rules(calls, self.functions, special_id, is_repeated=self.is_repeated)
+        start = "start: " + ("LEAD? " if self.is_led else "") + "calls"
+        return HEADER + "\n".join([start, *rules, *([r"LEAD: /\n{1,2}/"] if self.is_led else [])])
 
 
 def request_constraint(
@@ -224,29 +189,19 @@ def request_constraint(
     if len(functions) > MAX_TOOLS:
         what = f"A call can be forced from at most {MAX_TOOLS} tools, not {len(functions)}."
         raise RequestError("invalid_row", what)
-    if tokenizer is None or (found := _call_form(tokenizer)) is None:
+    replies = tokenizer.reply_format if tokenizer is not None else None
+    if replies is None or replies.calls is None or not replies.calls.is_forcible:
         what = "this model's chat template shows no format of tool calls that can be enforced"
         raise RequestError("invalid_row", f"tool_choice cannot force a call: {what}.")
-    form, separators = found
-    is_led = tokenizer.output_parser.think_tags is not None
-    described = [(function["name"], _parameters_of(function, form)) for function in functions]
-    grammar = ToolCallGrammar(form, separators, choice.name is None, is_led, described)
+    described = [(function["name"], _parameters_of(function, replies.calls)) for function in functions]
+    is_led = replies.reasoning is not None and not replies.headers
+    grammar = ToolCallGrammar(replies.name, choice.name is None, is_led, described)
     return Constraint("tool_call", json.dumps(asdict(grammar)))
 
 
-def _call_form(tokenizer: ChatTokenizer) -> tuple[_Form, list[str]] | None:
-    tag, source = tokenizer.output_parser.tool_call_tag, tokenizer.template_source
-    if tag == MISTRAL:
-        separators = [text for text in TOOL_TAGS[MISTRAL][1:] if text in source]
-        return ("mistral_named" if separators or _NAME_FOLLOWS.search(source) else "mistral_list"), separators
-    if tag == HERMES:
-        return "hermes", []
-    return ("llama", []) if tag == LLAMA else None
-
-
-def _parameters_of(function: Mapping[str, Any], form: _Form) -> dict[str, Any]:
+def _parameters_of(function: Mapping[str, Any], calls: Calls) -> dict[str, Any]:
     name, parameters = function["name"], function.get("parameters")
-    if form == "mistral_named" and not _NAME.fullmatch(name):
+    if not calls.is_object and not re.fullmatch(NAME, name):
         raise RequestError("invalid_row", f"The model's format of tool calls has no room for the name {name!r}.")
     if parameters is None:  # in OpenAI's API, a function without arguments
         return {"type": "object", "properties": {}, "additionalProperties": False}
@@ -256,4 +211,8 @@ def _parameters_of(function: Mapping[str, Any], form: _Form) -> dict[str, Any]:
     if RESERVED_KEYWORD in parameters:
         what = f"the keyword {RESERVED_KEYWORD} cannot be used here"
         raise RequestError("invalid_row", f"The parameters of the tool {name!r} cannot be used: {what}.")
+    for key in parameters.get("properties") or () if calls.parts[1] != "json" else ():
+        if not (key.isidentifier() if calls.parts[1] == "python" else re.fullmatch(NAME, key)):
+            what = f"The model's format of tool calls has no room for the argument {key!r} of the tool {name!r}."
+            raise RequestError("invalid_row", what)
     return {**parameters, "type": "object"}

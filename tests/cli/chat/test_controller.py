@@ -34,7 +34,7 @@ from cbatch.engine.thread import EngineThread
 from cbatch.requests.input_processor import InputProcessor
 from cbatch.requests.output_processor import OutputProcessor
 from cbatch.text.detokenizer import IncrementalDetokenizer
-from cbatch.text.output_parser import OutputStream
+from cbatch.text.replies.stream import OutputStream
 from tests.support.chat_harness import ChatHarness, reply_of
 from tests.support.faults import TIMEOUT_S, Fault, Panic, wait_until
 

@@ -1,4 +1,4 @@
-"""A forced call is a call: whatever the model draws, `OutputParser` reads it, and its arguments fit their schema."""
+"""A forced call is a call: whatever the model draws, `OutputStream` reads it, and its arguments fit their schema."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_calls_are_written_as_the_template_writes_them(compilers: Any, name: str
         assert token in allowed_tokens(state), text
         state.accept(token)
     assert state.is_complete
-    parsed = parse(tokenizer.output_parser, text, tools=TOOLS)
+    parsed = parse(tokenizer.reply_format, text, tools=TOOLS)
     assert [call.name for call in parsed.tool_calls] == [call["function"]["name"] for call in calls]
 
 
@@ -112,7 +112,7 @@ def test_a_forced_call_is_the_constraint_of_its_request() -> None:
     [
         ({"regex": "a+"}, QWEN3, TOOLS, "cannot be combined with another constraint"),
         ({}, QWEN3, [], "forces a call, but the request has no tools"),
-        ({}, "{{ tools }}", TOOLS, "chat template shows no format of tool calls that can be enforced"),
+        ({}, "{{ tools }}<|tool_call>call:", TOOLS, "chat template shows no format of tool calls that can be enforced"),
         ({}, QWEN3, [tool("f", {"type": "string"})], "of the tool 'f' must be of the type object"),
         ({}, QWEN3, [tool("f", {"x-guidance": {}})], "of the tool 'f' cannot be used: the keyword x-guidance"),
         ({}, QWEN3, [tool(f"f{n}", {}) for n in range(MAX_TOOLS + 1)], "from at most 128 tools, not 129"),

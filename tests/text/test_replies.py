@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -13,16 +12,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cbatch.base.errors import RequestError
-from cbatch.text.output_parser import OutputParser, OutputStream, ParsedDelta
-from cbatch.text.tool_calls import (
-    HERMES,
-    LLAMA,
-    MAX_INVALID_CALLS,
-    MISTRAL,
-    ToolCall,
-    check_tools,
-)
-from tests.support.tool_calls import ParsedOutput, parse
+from cbatch.base.outputs import ToolCall
+from cbatch.requests.tools import check_tools
+from cbatch.text.replies.calls import MAX_INVALID_CALLS
+from cbatch.text.replies.declaration import Reasoning, ReplyFormat
+from cbatch.text.replies.formats import find_format, reply_formats
+from cbatch.text.replies.stream import OutputStream, ParsedDelta
+from tests.support.tool_calls import ParsedOutput, parse, streamed
 
 QWEN3 = (
     "{% if tools %}Answer with <tool_call>\n{'name': ..., 'arguments': ...}\n</tool_call>{% endif %}"
@@ -37,7 +33,7 @@ LLAMA32 = (
 )
 
 THOUGHT = "<think>\nhm\n</think>\n\n"
-THINKING = OutputParser.from_template(QWEN3)
+THINKING = find_format(QWEN3)
 LOOK: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -57,35 +53,42 @@ LOOK: dict[str, Any] = {
 
 
 def parse_calls(template_or_tag: str, text: str) -> ParsedOutput:
-    return parse(OutputParser.from_template(template_or_tag), text, tools=[LOOK])
+    return parse(find_format(template_or_tag), text, tools=[LOOK])
 
 
 def call_text(**arguments: Any) -> str:
     return json.dumps({"name": "look", "arguments": arguments})
 
 
+def tags_of(made: ReplyFormat, *, with_calls: bool = True) -> list[str]:
+    """All tags that are looked for."""
+    tags = [made.reasoning.opening, made.reasoning.closing] if made.reasoning is not None else []
+    return tags + (list(made.calls.tags) if made.calls is not None and with_calls else [])
+
+
 @pytest.mark.parametrize(
-    ("template", "think_tags", "tool_call_tag", "special"),
+    ("template", "name", "opening"),
     [
-        ("", None, None, ()),
-        (QWEN3, ("<think>", "</think>"), HERMES, ("<think>", "</think>", "<tool_call>", "</tool_call>")),
-        (R1, ("<think>", "</think>"), None, None),
-        ("{{ x.split('</think>')[-1] }}", None, None, None),
-        ("<thinking></thinking>", ("<thinking>", "</thinking>"), None, None),
-        ("<reasoning></reasoning> <think></think>", ("<reasoning>", "</reasoning>"), None, None),
-        ("[THINK]x[/THINK][TOOL_CALLS]name[ARGS]", ("[THINK]", "[/THINK]"), MISTRAL, None),
-        (MISTRAL_OLD, None, MISTRAL, ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")),
-        (LLAMA32, None, LLAMA, ("<|python_tag|>",)),
-        (LLAMA32.replace('"', '\\"'), None, LLAMA, None),
-        ("{{ '<|python_tag|>' + call.name }}", None, LLAMA, None),
-        ("""{{ '"name": ' }} and much else {{ '"parameters": ' }}""", None, None, None),
+        ("", "none", None),
+        (QWEN3, "qwen3", "<think>"),
+        (R1, "think", "<think>"),
+        ("{{ x.split('</think>')[-1] }}", "think", "<think>"),
+        ("<thinking></thinking>", "think", "<thinking>"),
+        ("<reasoning></reasoning> <think></think>", "think", "<reasoning>"),
+        ("[THINK]x[/THINK][TOOL_CALLS]name[ARGS]", "mistral", "[THINK]"),
+        (MISTRAL_OLD, "mistral-list", None),
+        (LLAMA32, "llama", None),
+        (LLAMA32.replace('"', '\\"'), "llama", None),
+        ("{{ '<|python_tag|>' + call.name }}", "llama", None),
+        ("""{{ '"name": ' }} and much else {{ '"parameters": ' }}""", "none", None),
     ],
 )
-def test_template_shows_the_format(template: str, think_tags: Any, tool_call_tag: Any, special: Any) -> None:
+def test_template_shows_the_format(template: str, name: str, opening: str | None) -> None:
     """Guards against tags that a model never writes, and those that a decoder would drop before they are looked for."""
-    parser = OutputParser.from_template(template)
-    assert (parser.think_tags, parser.tool_call_tag) == (think_tags, tool_call_tag)
-    assert special is None or parser.special_tags == special
+    made = find_format(template)
+    assert (made.name, made.reasoning and made.reasoning.opening) == (name, opening)
+    assert all(tag in made.markup(with_calls=True) for tag in tags_of(made))
+    assert not any(tag in made.markup(with_calls=False) for tag in (made.calls.tags if made.calls else ()))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +111,7 @@ def test_template_shows_the_format(template: str, think_tags: Any, tool_call_tag
 )
 def test_reasoning(text: str, is_thinking: bool, reasoning: str | None, rest: str) -> None:
     """Guards what counts as reasoning: one block at the beginning, also one cut off, and nothing later."""
-    assert parse(THINKING, text, is_thinking=is_thinking) == ParsedOutput(rest, reasoning, ())
+    assert parse(THINKING, text, is_thinking=is_thinking, reason=None) == ParsedOutput(rest, reasoning, ())
 
 
 CALL_A, NOW = ToolCall("look", '{"a": 1}'), ToolCall("now", "{}")
@@ -227,43 +230,43 @@ def test_qwen_coder_calls() -> None:
     assert json.loads(answer.tool_calls[0].arguments) == expected
 
 
-FORMATS = [
-    OutputParser.from_template(template)
-    for template in ("", QWEN3, R1, MISTRAL_OLD, LLAMA32, "[THINK][/THINK][TOOL_CALLS]", f"<think></think>{LLAMA}")
-] + [OutputParser(("((a", "))a"), HERMES)]
+SOME_FORMATS = [
+    find_format(template)
+    for template in (
+        "",
+        QWEN3,
+        R1,
+        MISTRAL_OLD,
+        LLAMA32,
+        "[THINK][/THINK][TOOL_CALLS]",
+        "</think><|python_tag|>",
+    )
+] + [ReplyFormat("test", Reasoning("((a", "))a"), reply_formats()["qwen3"].calls)]
 PIECES = [
-    *("<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", LLAMA),
+    *("<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]"),
     *('{"name": "f", "arguments": {}}', '{"name": "f", "parameters": {"a": "\\ud800"}}', '[{"name": "f"}]', "{", "}"),
     *("<function=f>", "<parameter=a>", "</parameter>", "</function>", "\n", " ", "</thi", "f", "1e999", "NaN", '"'),
-    *("<th", "<tool_ca", "[TOOL_C", "<|pyth", "((", "a", "))"),
+    *("<|python_tag|>", "<th", "<tool_ca", "[TOOL_C", "<|pyth", "((", "a", "))"),
 ]
 texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=12).map("".join)
-formats = st.sampled_from(FORMATS)
+formats = st.sampled_from(SOME_FORMATS)
 
 
 @given(formats, texts, st.booleans())
-def test_every_output_can_be_parsed(parser: OutputParser, text: str, is_thinking: bool) -> None:
+def test_every_output_can_be_parsed(parser: ReplyFormat, text: str, is_thinking: bool) -> None:
     """Guards a run against any output, a file against bad JSON, and each visible character; without tags, all of it."""
-    answer = parse(parser, text, is_thinking=is_thinking, tools=[LOOK])
+    answer = parse(parser, text, is_thinking=is_thinking, tools=[LOOK], reason=None)
     for call in answer.tool_calls:
         assert isinstance(json.loads(call.arguments), dict)
         assert (call.name + call.arguments).encode()
-    without = parse(parser, text, is_thinking=is_thinking)
+    without = parse(parser, text, is_thinking=is_thinking, reason=None)
     assert (without.reasoning, without.tool_calls) == (answer.reasoning, ())
     assert answer.tool_calls or answer == without
     kept, left = "".join(((without.reasoning or "") + without.text).split()), "".join(text.split())
     assert left.endswith("".join(without.text.split()))
-    assert len(left) - len(kept) <= sum(map(len, parser.think_tags or ()))
-    if not is_thinking and not any(tag in text for tag in (*parser.special_tags, "{")):
+    assert len(left) - len(kept) <= sum(map(len, tags_of(parser, with_calls=False)))
+    if not is_thinking and not any(tag in text for tag in (*tags_of(parser), "{")):
         assert answer == ParsedOutput(text, None, ())
-
-
-def streamed(stream: OutputStream, parts: Sequence[str]) -> ParsedOutput:
-    """All that a stream gives, joined."""
-    deltas = [stream.push(part) for part in parts]
-    last, calls = stream.finish()
-    texts, reasoning = zip(*deltas, last, strict=True)
-    return ParsedOutput("".join(texts), "".join(reasoning) or None, calls)
 
 
 @st.composite
@@ -278,19 +281,19 @@ some_tools = st.sampled_from([None, [LOOK]])
 
 
 @settings(max_examples=300, deadline=None)
-@given(formats, parts_of_texts(), st.booleans(), some_tools)
+@given(formats, parts_of_texts(), st.booleans(), some_tools, st.sampled_from(["stop", "length", None]))
 def test_stream_gives_what_parse_gives(
-    parser: OutputParser, parts: list[str], is_thinking: bool, tools: list[Any] | None
+    parser: ReplyFormat, parts: list[str], is_thinking: bool, tools: list[Any] | None, reason: Any
 ) -> None:
     """Guards streams against other text, reasoning or calls than the finished result, wherever its tokens end."""
-    whole = parse(parser, "".join(parts), is_thinking=is_thinking, tools=tools)
-    assert streamed(OutputStream(parser, is_thinking=is_thinking, tools=tools), parts) == whole
+    whole = parse(parser, "".join(parts), is_thinking=is_thinking, tools=tools, reason=reason)
+    assert streamed(OutputStream(parser, is_thinking=is_thinking, tools=tools), parts, reason) == whole
 
 
-def endings(parser: OutputParser) -> list[str]:
+def endings(parser: ReplyFormat) -> list[str]:
     """How an output may go on: with plain text, with the rest of a tag, or with what follows reasoning."""
     calls = ['{"name": "f", "parameters": {}}', "f{}"]
-    rests = ["", *(tag[start:] for tag in parser.special_tags for start in range(len(tag)))]
+    rests = ["", *(tag[start:] for tag in tags_of(parser) for start in range(len(tag)))]
     return [rest + after for rest in rests for after in ("", "x", "y", "\nx", *calls)]
 
 
@@ -302,16 +305,18 @@ def common_beginning(strings: list[str]) -> str:
 @settings(deadline=None)
 @given(formats, parts_of_texts(), st.booleans(), some_tools)
 def test_stream_shows_all_that_is_decided(
-    parser: OutputParser, parts: list[str], is_thinking: bool, tools: list[Any] | None
+    parser: ReplyFormat, parts: list[str], is_thinking: bool, tools: list[Any] | None
 ) -> None:
     """Guards the reader against waiting for text that no ending of the output can change any more."""
     text = "".join(parts)
-    if tools and parser.tool_call_tag:
-        assume(parser.tool_call_tag not in text)
-        assume(parser.tool_call_tag != LLAMA or "{" not in text)
+    if tools and parser.calls:
+        assume(not any(tag in text for tag in parser.calls.tags))
+        assume(not parser.calls.bare or parser.calls.bare not in text)
     stream = OutputStream(parser, is_thinking=is_thinking, tools=tools)
     shown = [stream.push(part) for part in parts]
-    results = [parse(parser, text + ending, is_thinking=is_thinking, tools=tools) for ending in endings(parser)]
+    results = [
+        parse(parser, text + ending, is_thinking=is_thinking, tools=tools, reason=None) for ending in endings(parser)
+    ]
     assert "".join(delta.text for delta in shown) == common_beginning([result.text for result in results])
     reasoning = common_beginning([result.reasoning or "" for result in results])
     assert "".join(delta.reasoning for delta in shown) == reasoning
@@ -351,9 +356,9 @@ def test_text_comes_as_it_is_written(
     template: str, tools: Any, prefix: str, parts: list[str], shown: list[str], num_calls: int
 ) -> None:
     """Guards each kind of output as its reader sees it come, and beginnings and calls against coming again."""
-    stream = OutputStream(OutputParser.from_template(template), tools=tools, prefix=prefix)
+    stream = OutputStream(find_format(template), tools=tools, prefix=prefix)
     deltas = [stream.push(part) for part in parts]
-    last, calls = stream.finish()
+    last, calls, *_ = stream.finish()
     assert [*deltas, last] == [ParsedDelta(text) for text in shown]
     assert calls == (ToolCall("look", "{}"),) * num_calls
 
@@ -370,28 +375,28 @@ def test_text_comes_as_it_is_written(
 def test_reasoning_comes_as_it_is_written(is_thinking: bool, parts: list[str], shown: list[str]) -> None:
     """Guards the screen against reasoning that is nothing but white space, and against tags."""
     stream = OutputStream(THINKING, is_thinking=is_thinking)
-    assert [*map(stream.push, parts), stream.finish()[0]] == [ParsedDelta("", text) for text in shown]
+    assert [*map(stream.push, parts), stream.finish(None)[0]] == [ParsedDelta("", text) for text in shown]
 
 
 @settings(max_examples=300, deadline=None)
 @given(formats, parts_of_texts(), st.data(), st.booleans(), some_tools)
 def test_stream_of_a_continued_output_gives_what_is_new(
-    parser: OutputParser, parts: list[str], data: st.DataObject, is_thinking: bool, tools: list[Any] | None
+    parser: ReplyFormat, parts: list[str], data: st.DataObject, is_thinking: bool, tools: list[Any] | None
 ) -> None:
     """Guards a continued output against giving its beginning or a call again, and against losing a part of the rest."""
     num_before = data.draw(st.integers(0, len(parts)))
     prefix, rest = "".join(parts[:num_before]), parts[num_before:]
     text = prefix + "".join(rest)
-    before, whole = (parse(parser, part, is_thinking=is_thinking, tools=tools) for part in (prefix, text))
+    before, whole = (parse(parser, part, is_thinking=is_thinking, tools=tools, reason=None) for part in (prefix, text))
     new, at_once = (
-        streamed(OutputStream(parser, is_thinking=is_thinking, tools=tools, prefix=prefix), some)
+        streamed(OutputStream(parser, is_thinking=is_thinking, tools=tools, prefix=prefix), some, None)
         for some in (rest, ["".join(rest)])
     )
     assert new == at_once
     goes_on = whole.tool_calls[: len(before.tool_calls)] == before.tool_calls
     assert new.tool_calls == whole.tool_calls[len(before.tool_calls) if goes_on else 0 :]
-    if parser.think_tags is not None:  # half of a tag that was shown as text cannot be taken back
-        opening, closing = parser.think_tags
+    if parser.reasoning is not None:  # half of a tag that was shown as text cannot be taken back
+        opening, closing = parser.reasoning.opening, parser.reasoning.closing
         head = text[: len(text) - len(text.lstrip())] + opening
         assume(not (text.startswith(head) and 0 < len(prefix) < len(head)))
         assume(closing not in text[max(0, len(prefix) - len(closing) + 1) : len(prefix) + len(closing) - 1])
@@ -414,7 +419,7 @@ def test_stream_of_a_continued_output_gives_what_is_new(
 )
 def test_long_outputs_take_time_in_proportion(template: str, tools: list[Any] | None, part: str) -> None:
     """Guards long outputs against a time that grows with the square of their length, which is minutes for these."""
-    stream = OutputStream(OutputParser.from_template(template), tools=tools)
+    stream = OutputStream(find_format(template), tools=tools)
     start = time.process_time()
     for _ in range(10_000):
         stream.push(200 * part)
@@ -447,4 +452,4 @@ def test_tools_pass() -> None:
     assert check_tools([]) == [] and check_tools([LOOK, *bare]) == [LOOK, *bare]
     text = "<tool_call><function=now><parameter=a>1</parameter></function></tool_call>"
     for tool in bare:
-        assert parse(OutputParser(None, HERMES), text, tools=[tool]).tool_calls == (ToolCall("now", '{"a": "1"}'),)
+        assert parse(reply_formats()["qwen3"], text, tools=[tool]).tool_calls == (ToolCall("now", '{"a": "1"}'),)
