@@ -106,7 +106,8 @@ class McpServer:
         try:
             result = await client.call_tool(tool, arguments)
         except Exception as error:
-            is_lost = getattr(error, "code", 0) == CONNECTION_CLOSED or str(error) == "Session terminated"
+            unknown = "Session terminated", "Server returned an error response"  # of an address that was started anew
+            is_lost = getattr(error, "code", 0) == CONNECTION_CLOSED or str(error) in unknown
             if not (is_lost or life.done()):
                 raise ToolError(_reason(error)) from error
             self._over.set()
