@@ -84,13 +84,15 @@ class PicklingLauncher(InProcessLauncher):
 
 def test_tools_run_in_the_process_that_has_loaded_them(tmp_path: Path) -> None:
     """Guards tools that cannot be sent, such as servers: a replica asks for their results, and a slow one ends."""
-    model, release, num_calls = save_model(tmp_path / "model", context=1500), threading.Event(), itertools.count()
+    model, num_calls = save_model(tmp_path / "model", context=1500), itertools.count()
+    release, is_cancelled = threading.Event(), threading.Event()
 
     def add(arguments: dict[str, Any], cancelled: threading.Event) -> str:
         if next(num_calls) < 8:
             return f"{arguments['a'] + arguments['b']}!"
         release.set()
-        assert cancelled.wait(60)
+        if cancelled.wait(60):
+            is_cancelled.set()
         raise ToolError("cancelled.")
 
     (model / "chat_template.jinja").write_text(ROUNDS)
@@ -110,6 +112,7 @@ def test_tools_run_in_the_process_that_has_loaded_them(tmp_path: Path) -> None:
             stream = driver.open(options)
             threading.Thread(target=lambda: (release.wait(60), stream.interrupt(signal.SIGINT))).start()
             assert [rows for rows in stream.finished([Line(0, row)]) if rows] == []
+        assert is_cancelled.wait(20)
         wait_until_idle(engine)
 
 
