@@ -198,3 +198,13 @@ def test_tools_are_run_in_every_try(command: Command) -> None:
     _, (twice,) = command.answer(rows, "--validate", "regex=never", "--tries", "2", "--tell-error")
     assert twice["validation"]["tries"] == 2 and twice["validation"]["text"] == ADD_CALL
     assert len(twice["tool_messages"]) == len(once["tool_messages"]) == 2
+
+
+def test_tools_of_files_in_python(tmp_path: Path) -> None:
+    """Guards `map` with files of tools, as `--tools` takes them."""
+    (tmp_path / "tools.json").write_text('{"name": "add", "command": ["echo", "{a}+{b}"]}')
+    model = save_model(tmp_path / "model", context=3000)
+    (model / "chat_template.jinja").write_text(ROUNDS)
+    with Engine(str(model), device="cpu", dtype="float32") as engine:
+        (row,) = engine.map([{"prompt": "a", "choice": [ADD_CALL]}], tools=[str(tmp_path / "tools.json")])
+    assert [message["content"] for message in row.tool_messages if message["role"] == "tool"] == ["2+3"] * 8
