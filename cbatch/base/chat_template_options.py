@@ -26,6 +26,22 @@ def check_variables(kwargs: Mapping[str, Any], reserved: frozenset[str]) -> None
         raise RequestError("invalid_row", f"chat_template_kwargs cannot set {wrong[0]}: the engine sets it itself.")
 
 
+def effort_variables(effort: str, source: str) -> dict[str, Any]:
+    """The variables that tell a chat template how much to reason.
+
+    source: of the template; empty if there is none
+
+    Raises RequestError (`invalid_row`) if it cannot be told.
+    """
+    if effort == "none" and "enable_thinking" in source:
+        return {"enable_thinking": False}
+    if "reasoning_effort" in source:
+        return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    but = '; "none" turns the thinking of this one off, and thinking_budget bounds it'
+    what = f"reasoning_effort needs a chat template that has levels{but if 'enable_thinking' in source else ''}."
+    raise RequestError("invalid_row", what)
+
+
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
     """Options of a chat template, by their names in vLLM. They matter only to prompts that go through the template.

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeGuard, TypeVar, get_args
 
 from cbatch.base.errors import RequestError
 from cbatch.base.option import Option, documented
@@ -53,6 +53,10 @@ _FORMATS = "an object whose type is text, json_object or json_schema, or a class
 
 LogitBias = Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]]
 """Token ids, which are strings in JSON, and what is added to their logits."""
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORTS: tuple[str, ...] = get_args(Effort)
+"""Values of `reasoning_effort`, and apart from the first of ollama's `think`."""
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "tool_call"]
 
@@ -269,6 +273,7 @@ _TEXTS = _few_texts, f"string or list, at most {MAX_STRINGS:,}"
 _IDS = partial(_tuple_of, kind=int), "token id or list"
 _LOGPROBS = _whole(0, 20)
 _K = _num_logprobs, _LOGPROBS[1]
+_EFFORT = _if(lambda value: isinstance(value, str) and value in EFFORTS, f"one of {', '.join(EFFORTS)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,6 +300,20 @@ class SamplingParams:
         "Fewest tokens to generate.",
         "End tokens and stop strings do not end the output before.",
         changes_logits=True,
+        **_COMMON,
+    )
+    thinking_budget: int | None = _param(
+        None,
+        (_optional(_whole(0)[0]), _whole(0)[1]),
+        "Most tokens of reasoning.",
+        "Then the reasoning is closed and the answer begins.",
+        **_COMMON,
+    )
+    reasoning_effort: Effort | None = _param(
+        None,
+        (_optional(_EFFORT), "word"),
+        "How much the model is to reason, if its chat template knows levels.",
+        f"One of {', '.join(f'`{one}`' for one in EFFORTS)}; `none` turns off the thinking of other templates, too.",
         **_COMMON,
     )
     n: int = _param(

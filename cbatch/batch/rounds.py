@@ -137,7 +137,7 @@ class Rounds:
             self._checkers.append(checker)
         for choice in completion.choices:
             if (error := checker.error_of(choice.text)) is not None:
-                is_cut = choice.finish_reason == "length" and not getattr(choice, "closed", False)
+                is_cut = choice.finish_reason == "length" and not choice.closed
                 return choice, f"{error}; it was cut off at max_tokens" if is_cut else error
         return completion.choices[0], None
 

@@ -31,7 +31,9 @@ class RowOutcome(NamedTuple):
     from_cache:        whether nothing was computed
     tries:             in this run, of a row that was validated
     continued_tokens:  of outputs that went on where an earlier run had ended
-    truncated, incomplete_form, empty: see `Completion.is_truncated` and so on; false for error rows
+    reasoning_tokens:  of `completion_tokens`
+    truncated:         whether an output was cut off; `incomplete_form`: inside a form that it was to have
+    empty:             whether an output has neither text nor tool calls. Error rows are none of these
     """
 
     error_code: str | None = None
@@ -45,6 +47,7 @@ class RowOutcome(NamedTuple):
     from_cache: bool = False
     tries: int = 0
     continued_tokens: int = 0
+    reasoning_tokens: int = 0
     truncated: bool = False
     incomplete_form: bool = False
     empty: bool = False
@@ -55,6 +58,8 @@ class RowOutcome(NamedTuple):
         code, message = (None, "") if error is None else (error.code, str(error))
         if error is not None and validation is None:
             return cls(code, message)
+        cut = [one for one in completion.choices if one.finish_reason == "length" and error is None]
+        is_whole = error is not None or all(one.text.strip() or one.tool_calls for one in completion.choices)
         timing, usage, reused = completion.timing, completion.usage, completion.reused
         ttft_s = tpot_s = None
         if timing.first_token_at is not None and not completion.from_cache:
@@ -74,9 +79,10 @@ class RowOutcome(NamedTuple):
             completion.from_cache,
             len(validation["errors"]) + validation["valid"] if validation is not None else 0,
             completion.continued_tokens,
-            error is None and completion.is_truncated,
-            error is None and completion.is_incomplete_form,
-            completion.is_empty,
+            usage.reasoning_tokens - reused.reasoning_tokens,
+            bool(cut),
+            completion.has_form and not all(one.closed for one in cut),
+            completion.has_text and not is_whole,
         )
 
 

@@ -55,11 +55,13 @@ class Usage:
 
     prompt_tokens:     of its prompt; of these, `cached_tokens` were in the prefix cache
     completion_tokens: of all its outputs, end tokens included; `total_tokens` are both together
+    reasoning_tokens:  of these, the reasoning, with the tag that closes it
     """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -70,15 +72,20 @@ class Usage:
             self.prompt_tokens + other.prompt_tokens,
             self.completion_tokens + other.completion_tokens,
             self.cached_tokens + other.cached_tokens,
+            self.reasoning_tokens + other.reasoning_tokens,
         )
 
-    def to_dict(self) -> dict[str, int]:
-        """The form of OpenAI's API. Cached tokens depend on what ran before, so they are not in it."""
-        return {
+    def to_dict(self, *, is_openai: bool = False) -> dict[str, Any]:
+        """The form in rows, or that of OpenAI's API. Cached tokens depend on what ran before, so they are not in it."""
+        fields: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.total_tokens,
         }
+        if self.reasoning_tokens:
+            of_reasoning = {"reasoning_tokens": self.reasoning_tokens}
+            fields |= {"completion_tokens_details": of_reasoning} if is_openai else of_reasoning
+        return fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +151,8 @@ class Completion(Mapping[str, Any]):
                      and, if none was good, the `text` of the last; None if nothing was validated
     reused:          those tokens of `usage` that were not computed: a cache of answers or an earlier run had them
     continued_tokens: tokens of an earlier run, with which its outputs went on
+    has_text:        False if the model has no tokenizer
+    has_form:        whether its outputs were to have a form, such as a schema; not known of `from_row`
     request_columns: fields of its row that say something about the request (see `requests/columns.py`)
     """
 
@@ -166,8 +175,8 @@ class Completion(Mapping[str, Any]):
         self.index, self.id, self.extra, self.key = request.index, request.id, request.extra, request.key
         self._call = request.call
         self._names_tool = request.choice is not None and request.choice.name is not None
-        self._has_form = request.params.constraint is not None or request.choice is not None
-        self._columns, self._echoes, self._has_text = request.columns, request.params.echo, has_text
+        self.has_form = request.params.constraint is not None or request.choice is not None
+        self._columns, self._echoes, self.has_text = request.columns, request.params.echo, has_text
         self.choices = tuple(choices) or (Choice(finish_reason="error"),)
         self.usage = usage or Usage()
         self.error = error
@@ -196,10 +205,12 @@ class Completion(Mapping[str, Any]):
         else:
             body = fields["response"]["body"] if is_openai else fields
             usage, scores = body["usage"], body.get("prompt_logprobs")
+            thought = (usage.get("completion_tokens_details") or usage).get("reasoning_tokens", 0)
+            counts = usage["prompt_tokens"], usage["completion_tokens"], fields.get("cached_tokens", 0), thought
             made = cls(
                 request,
                 choices=[_choice_of(one) for one in body.get("choices", [fields])],
-                usage=Usage(usage["prompt_tokens"], usage["completion_tokens"], fields.get("cached_tokens", 0)),
+                usage=Usage(*counts),
                 prompt_logprobs=_logprobs_of(scores["content"]) if scores is not None else None,
             )
         made.validation = fields.get("validation")
@@ -210,24 +221,6 @@ class Completion(Mapping[str, Any]):
     def from_cache(self) -> bool:
         """Whether nothing of it was computed, because a cache of answers had all of it."""
         return 0 < self.reused.total_tokens == self.usage.total_tokens
-
-    @property
-    def is_truncated(self) -> bool:
-        """Whether an output was cut off: by `max_tokens`, or because context or cache are full."""
-        return any(choice.finish_reason == "length" for choice in self.choices)
-
-    @property
-    def is_incomplete_form(self) -> bool:
-        """Whether an output was cut off inside a form that it was to have. Not known of `from_row`."""
-        return self._has_form and any(
-            choice.finish_reason == "length" and not getattr(choice, "closed", False) for choice in self.choices
-        )
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether an output has neither text nor tool calls, though nothing went wrong."""
-        is_whole = self.error is None and self._has_text
-        return is_whole and not all(choice.text.strip() or choice.tool_calls for choice in self.choices)
 
     @property
     def outputs(self) -> tuple[Choice, ...]:
@@ -336,7 +329,7 @@ class Completion(Mapping[str, Any]):
                 "created": 0,
                 "model": call.model or "cbatch",
                 "choices": [self._openai_choice(choice, is_chat=call.is_chat) for choice in self.choices],
-                "usage": self.usage.to_dict(),
+                "usage": self.usage.to_dict(is_openai=True),
             }
             if self.prompt_logprobs is not None and (call.is_chat or not self._echoes):
                 body["prompt_logprobs"] = self._scores()
@@ -360,7 +353,7 @@ class Completion(Mapping[str, Any]):
             reason = "stop"  # the API says so of a function that was named by tool_choice
         shown: dict[str, Any] = {"index": choice.index, "finish_reason": reason, "logprobs": logprobs}
         if is_chat:
-            content = choice.text if self._has_text else None
+            content = choice.text if self.has_text else None
             message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
             if choice.tool_calls:
                 message |= {"content": content or None, "tool_calls": [call.to_dict() for call in choice.tool_calls]}
@@ -370,14 +363,14 @@ class Completion(Mapping[str, Any]):
                 message["note"] = choice.note
             shown["message"] = message
         else:
-            shown["text"] = choice.text if self._has_text else ""
+            shown["text"] = choice.text if self.has_text else ""
         if choice.closed:
             shown["closed"] = True
         return shown | columns.fields("of_output", self._columns, choice)
 
     def _choice_fields(self, choice: Choice) -> dict[str, Any]:
         fields: dict[str, Any] = {
-            "text": choice.text if self._has_text else None,
+            "text": choice.text if self.has_text else None,
             "finish_reason": choice.finish_reason,
             **({"reasoning": choice.reasoning} if choice.reasoning is not None else {}),
             **({"tool_calls": [call.to_dict() for call in choice.tool_calls]} if choice.tool_calls else {}),

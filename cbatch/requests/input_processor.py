@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from cbatch.base.chat_template_options import TemplateOptions
+from cbatch.base.chat_template_options import TemplateOptions, effort_variables
 from cbatch.base.errors import RequestError, as_error
 from cbatch.base.params import SamplingParams, derive_seed
 from cbatch.base.request import Request, RequestDefaults, ToolChoice
@@ -61,6 +61,7 @@ class InputProcessor:
             require_package("llguidance")
             model.compile(self._params, (), None)
         self._template = _with_fields(defaults.template, template)
+        self._effort_fields(self._params, self._has_template)  # now, instead of an error for each request
 
     @property
     def limits(self) -> SequenceLimits:
@@ -99,11 +100,13 @@ class InputProcessor:
                 raise RequestError("invalid_row", f"tools need the chat template, {self._why_no_template()}")
             if row.tools and (self._tokenizer is None or not self._tokenizer.takes_tools):
                 raise RequestError("invalid_row", "this model's chat template takes no tools")
-            row.template = _with_fields(self._template, row.given_template)
             row.columns = defaults.columns
             if row.text is not None and self._has_template and not (row.raw or defaults.raw):
                 row.text, row.messages = None, [{"role": "user", "content": row.text}]
             self._add_system(row)
+            asked = row.messages is not None or "reasoning_effort" in row.given
+            effort = self._effort_fields(effective, row.messages is not None) if asked else {}
+            row.template = _with_fields(_with_fields(self._template, effort), row.given_template)
             limit, limits = None, self._model.limits
             if limits.cache_is_small:  # then the cache may cut off the output earlier than the context
                 with suppress(RequestError):  # `encode` will say it
@@ -149,6 +152,13 @@ class InputProcessor:
             return self.encode(self.request(row, params))
         except RequestError as error:
             return Completion(row, error=error) if row.key else self.refused(row, error, data())
+
+    def _effort_fields(self, params: SamplingParams, has_template: bool) -> dict[str, Any]:
+        """Fields for the chat template that say how much to reason. Raises RequestError if it cannot be told."""
+        if params.reasoning_effort is None:
+            return {}
+        source = self._tokenizer.template_source if self._tokenizer is not None and has_template else ""
+        return {"chat_template_kwargs": effort_variables(params.reasoning_effort, source)}
 
     def _add_system(self, row: Request) -> None:
         messages = row.messages

@@ -223,7 +223,9 @@ class OutputProcessor:
                 choices.append(self._choice(len(choices)))
             except BaseException as raised:
                 self.fail(_text_error(raised), len(choices))
-        usage = Usage(len(request.prompt_ids), sum(len(one.token_ids) for one in self.outputs), self._cached_tokens)
+        thought = [self._tokenizer.num_thought(one.token_ids) for one in choices if one.reasoning and self._tokenizer]
+        num_tokens = sum(len(one.token_ids) for one in self.outputs)
+        usage = Usage(len(request.prompt_ids), num_tokens, self._cached_tokens, sum(thought))
         finished_at = time.monotonic() if self._finished_at is None else self._finished_at  # failed before its end
         timing = Timing(self._taken_at, self._first_token_at, finished_at)
         if self._error is not None:

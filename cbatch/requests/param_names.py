@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from cbatch.base.errors import RequestError
-from cbatch.base.params import PARAM_NAMES
+from cbatch.base.params import EFFORTS, PARAM_NAMES
 from cbatch.base.spelling import shortened, similar_name
 from cbatch.base.strict_json import json_type
 
@@ -49,9 +49,6 @@ IGNORED = frozenset(
     "guided_decoding_backend".split()
 )
 """Fields of a body that do not change an answer. In a row of cbatch's own form these are columns like any other."""
-
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-"""Values of `reasoning_effort`, and apart from the first of ollama's `think`."""
 
 _REASONING_KEYS = frozenset(["effort", "summary", "generate_summary"])
 _SCHEMA_KEYS = frozenset("type properties items enum const anyOf oneOf allOf $ref $defs".split())
@@ -116,7 +113,6 @@ _REASONS: dict[str, dict[str, list[Any]]] = {
     "offsets of tokens are not reported": {"return_token_offsets": [False]},
     "echo begins the text with the prompt": {"return_prompt_text": [False]},
     "the routing of experts is not reported": {"routed_experts_prompt_start": [0]},
-    "reasoning has no limit of its own; max_tokens bounds it with the answer": {"thinking_token_budget": [-1]},
     "reasoning stands in a field of its own; leave that out when you read it": {"include_reasoning": [True]},
     "repetition does not end an output; use frequency_penalty or max_tokens": {"repetition_detection": []},
     "outputs have no watermark": {"watermarking": [False], "watermarking_config": []},
@@ -245,8 +241,15 @@ def _variable(name: str, value: Any) -> dict[str, Any]:
 def _effort(name: str, value: Any) -> dict[str, Any]:
     if value not in EFFORTS:
         raise _wrong(f"{name} must be one of {', '.join(EFFORTS)}")
-    kwargs: dict[str, Any] = {"enable_thinking": value != "none"}
-    return {"chat_template_kwargs": kwargs if value == "none" else {"reasoning_effort": value, **kwargs}}
+    return {"reasoning_effort": value}
+
+
+def _thinking(name: str, value: Any) -> dict[str, Any]:
+    """Anthropic: an object of `type` and `budget_tokens`."""
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind not in ("enabled", "disabled") or value.keys() - {"type", "budget_tokens"}:
+        raise _wrong(f"{name} must be an object of type, which is enabled or disabled, and budget_tokens")
+    return {**_variable(name, kind == "enabled"), "thinking_budget": value.get("budget_tokens")}
 
 
 def _reasoning(name: str, value: Any) -> dict[str, Any]:
@@ -272,6 +275,8 @@ READERS: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     ),
     "enable_thinking": _variable,
     "reasoning_effort": _effort,
+    "thinking": _thinking,
+    "thinking_token_budget": lambda name, value: {"thinking_budget": None if value == -1 else value},
     "reasoning": _reasoning,
     "extra_body": partial(_object_of, (*PARAM_NAMES, *TEMPLATE_FIELDS)),
 }
@@ -301,6 +306,7 @@ COLUMN_NAMES: dict[str, Callable[[Any], bool]] = {
     ),
     "think": lambda v: isinstance(v, bool) or (isinstance(v, str) and v in EFFORTS),
     "reasoning": lambda v: isinstance(v, dict) and not _REASONING_KEYS.isdisjoint(v),
+    "thinking": lambda v: isinstance(v, dict) and not v.keys().isdisjoint(["type", "budget_tokens"]),
     "truncation": lambda v: v in ("auto", "disabled"),
     "template": lambda v: isinstance(v, str) and "{{" in v,
     "audio": lambda v: isinstance(v, dict) and "voice" in v,

@@ -16,8 +16,8 @@ MODEL, SAMPLING, INPUT = slice(0, 8), slice(8, 16), slice(16, 32)
 
 KEY_LENGTH = 32
 NO_SAMPLING = "00000000"
-_APART = ("seed", "lora")
-"""Parameters of which something else is in a key: the seed that a request gets, and the weights of its adapter."""
+_APART = ("seed", "lora", "reasoning_effort")
+"""Parameters of which something else is in a key: a request's seed, the weights of its adapter, template variables."""
 _ENCODER = json.JSONEncoder(sort_keys=True)
 
 

@@ -42,7 +42,8 @@ SPELLINGS = frozenset([*ALIASES, *UNDERSTOOD, *ROW_FIELDS]) - {*COLUMN_NAMES, "s
 ENVELOPE_FIELDS = ("custom_id", "method", "url", "body")
 """Fields of a request line of the OpenAI Batch API."""
 
-CHAT_FIELDS = (*TOOL_FIELDS, *TEMPLATE_FIELDS, *"top_logprobs enable_thinking think reasoning_effort reasoning".split())
+_OF_CHATS = "top_logprobs enable_thinking think thinking reasoning_effort reasoning".split()
+CHAT_FIELDS = (*TOOL_FIELDS, *TEMPLATE_FIELDS, *_OF_CHATS)
 PARAMS = frozenset([*UNDERSTOOD, *REFUSED])
 
 

@@ -34,15 +34,15 @@ _KINDS = (OBJECT, CallForm("json"), CallForm("texts"))
 _FORMS = (*_KINDS, *(kind._replace(is_single=True) for kind in _KINDS))
 """In the order in which they are tried."""
 
-_KEYS, _VALUES = ("argumentA", "argumentB", "argumentC"), ("valueA", "valueC", "valueD")
-_PROBE_ARGUMENTS = ({_KEYS[0]: _VALUES[0], _KEYS[1]: {_KEYS[2]: _VALUES[1]}}, {_KEYS[0]: _VALUES[2]})
+_ARGUMENTS = ({"argumentA": "valueA", "argumentB": {"argumentC": "valueC"}}, {"argumentA": "valueD"})
 _PROBE: list[Message] = [
     {"role": "user", "content": "hello"},
-    {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": one}} for one in _PROBE_ARGUMENTS]},
-    *({"role": "tool", "content": "a table"} for _ in _PROBE_ARGUMENTS),
+    {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": one}} for one in _ARGUMENTS]},
+    *({"role": "tool", "content": "a table"} for _ in _ARGUMENTS),
 ]
-_PROBE_SCHEMA = {"type": "object", "properties": {key: {"type": "string", "description": "x"} for key in _KEYS[:2]}}
-PROBE_TOOL = {"type": "function", "function": {"name": "look", "description": "looks", "parameters": _PROBE_SCHEMA}}
+_SHOWN, _SHOWN_WRONGLY = ("valueA", "argumentC", "valueC", "valueD"), ("'argument", '\\"argument')
+_LOOK = {"name": "look", "description": "looks", "parameters": {"type": "object", "properties": {}}}
+PROBE_TOOL = {"type": "function", "function": _LOOK}
 
 
 def call_forms(render: Callable[[list[Message]], str]) -> list[CallForm]:
@@ -63,18 +63,12 @@ def _comes_out_right(render: Callable[[list[Message]], str], form: CallForm) -> 
         if not is_refusal(error):
             raise
         return False
-    is_wrong = any(f"'{key}'" in text or f'\\"{key}' in text for key in _KEYS)
-    return not is_wrong and all(part in text for part in (*_VALUES, _KEYS[2]))
+    return all(part in text for part in _SHOWN) and not any(part in text for part in _SHOWN_WRONGLY)
 
 
 def is_refusal(error: RequestError) -> bool:
     """Whether a template has refused messages, and may take another form of them. One that took too long may not."""
     return error.code == "template_error" and not isinstance(error.__cause__, WorkerDied)
-
-
-def has_calls(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether there are tool calls in any form."""
-    return any(message.get("tool_calls") for message in messages)
 
 
 def with_calls(messages: Sequence[Mapping[str, Any]], form: CallForm = OBJECT) -> list[Message]:

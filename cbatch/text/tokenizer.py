@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from itertools import chain
@@ -14,7 +15,7 @@ from cbatch.base.params import SamplingParams
 from cbatch.schedule.limits import too_long_for
 from cbatch.text.backend import Encoded, TextTokenizer
 from cbatch.text.detokenizer import IncrementalDetokenizer
-from cbatch.text.earlier_calls import OBJECT, PROBE_TOOL, CallForm, call_forms, has_calls, is_refusal, with_calls
+from cbatch.text.earlier_calls import OBJECT, PROBE_TOOL, CallForm, call_forms, is_refusal, with_calls
 from cbatch.text.replies.declaration import ReplyFormat
 from cbatch.text.replies.formats import find_format, reply_formats
 from cbatch.text.template_renderer import TemplateRenderer
@@ -152,7 +153,8 @@ class ChatTokenizer:
                 raise RequestError("invalid_row", "The last message or an answer can be continued, but not both.")
         others = [[dict(tool) for tool in tools or ()], dict(template.kwargs), answer]
         source, refused = self._template_for(tools), None
-        for form in self._call_forms(source) if has_calls(plain) else [OBJECT]:
+        has_calls = any(message.get("tool_calls") for message in plain)
+        for form in self._call_forms(source) if has_calls else [OBJECT]:
             parts = [plain if form == OBJECT else with_calls(messages, form), *others]
             try:
                 if any(self._special_pattern.search(text) for text in _strings(parts)):
@@ -210,6 +212,15 @@ class ChatTokenizer:
         """Whether the closing think tag is among the last tokens of an output so far."""
         reasoning, end = self.reply_format.reasoning, token_ids[-NUM_OPENING_TOKENS:]
         return reasoning is not None and reasoning.closing in self.decode(end, skip_special_tokens=False)
+
+    def num_thought(self, token_ids: Sequence[int]) -> int:
+        """Tokens of an output with reasoning up to the end of the closing think tag; all, if it does not come."""
+        tag = self.reply_format.reasoning.closing if self.reply_format.reasoning is not None else ""
+        number, text_of = self.backend.token_to_id(tag), partial(self.decode, skip_special_tokens=False)
+        most = list[Any](token_ids).index(number) + 1 if number in token_ids else len(token_ids)
+        if tag not in text_of(token_ids[: most - 1]):  # else the model has spelt it in several tokens
+            return most
+        return 1 + bisect_left(range(1, most), True, key=lambda count: tag in text_of(token_ids[:count]))
 
     def _encode(self, text: str, context: int | None, *, add_special_tokens: bool = True) -> Encoded:
         """Encodes a text; first its beginning, if it is long for the context, since an encoding is large.

@@ -245,3 +245,14 @@ def test_scores() -> None:
     failed = Score.of(make(OWN_ROW, error=ERROR), 0)
     assert math.isnan(failed.logprob) and math.isnan(failed.perplexity) and failed.error is ERROR
     assert "TokenLogprob" not in repr(whole) and pickle.loads(pickle.dumps(whole)) == whole
+
+
+@pytest.mark.parametrize("row", [OWN_ROW, openai(CHAT)], ids=["own", "chat"])
+def test_reasoning_tokens_are_in_usage_if_there_are_any(row: Request) -> None:
+    """Guards the names of both forms, a row that is read again, and rows without reasoning against a new field."""
+    some, none = make(row, THOUGHT, usage=replace(USAGE, reasoning_tokens=2)), make(row, PLAIN)
+    usage, without = (one["response"]["body"]["usage"] if "response" in one else one["usage"] for one in (some, none))
+    assert usage.keys() - without.keys() == ({"reasoning_tokens"} if row is OWN_ROW else {"completion_tokens_details"})
+    assert usage.get("completion_tokens_details", usage)["reasoning_tokens"] == 2
+    assert Completion.from_row(some.to_dict()).usage == replace(USAGE, cached_tokens=0, reasoning_tokens=2)
+    assert (some.usage + none.usage).reasoning_tokens == 2

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cbatch.base.chat_template_options import TemplateOptions
+from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request, RequestDefaults, ToolChoice
 from cbatch.batch.line_processor import LineProcessor
@@ -150,6 +151,45 @@ def test_a_row_tells_the_template_more_than_the_run() -> None:
         {"prompt": "Hi "}, template, template=run, params={"think": True, "chat_template_kwargs": {"a": 7}}
     )
     assert text_of(by_params) == "Hi a=7 b=2 t=True"
+
+
+LEVELS = "{% for m in messages %}{{ m.content }}{% endfor %} {{ reasoning_effort }}"
+SWITCH = "{% for m in messages %}{{ m.content }}{% endfor %} {{ enable_thinking }}"
+
+
+def test_reasoning_effort_goes_to_templates_that_know_it() -> None:
+    """Guards levels, which are variables of the template; the row's own come before those of the run."""
+    low, off = {"prompt": "Hi", "reasoning_effort": "low"}, {"prompt": "Hi", "reasoning_effort": "none"}
+    assert text_of(encode(low, LEVELS)) == "Hi low" and text_of(encode(off, LEVELS)) == "Hi none"
+    assert text_of(encode(off, SWITCH)) == "Hi False" and text_of(encode(low, LEVELS + SWITCH)) == "Hi lowHi True"
+    run: dict[str, Any] = {"params": {"reasoning_effort": "high"}}
+    assert text_of(encode({"prompt": "Hi"}, LEVELS, **run)) == "Hi high"
+    assert text_of(encode(low, LEVELS, **run)) == "Hi low"
+    own = {"prompt": "Hi", "think": False}
+    assert text_of(encode(own, SWITCH + LEVELS, **run)) == "Hi FalseHi high"
+    assert text_of(encode({"prompt": "Hi", "raw": True}, LEVELS, **run)) == "<|bos|>Hi"
+
+
+def test_reasoning_effort_counts_in_keys_as_variables() -> None:
+    """Guards files of older versions, whose keys have the variables that an effort stands for."""
+    low = {"prompt": "Hi", "reasoning_effort": "low"}
+    as_variables = {"prompt": "Hi", "chat_template_kwargs": {"reasoning_effort": "low", "enable_thinking": True}}
+    assert encode(low, LEVELS).key == encode(as_variables, LEVELS).key != encode({"prompt": "Hi"}, LEVELS).key
+    off, by_switch = {"prompt": "Hi", "reasoning_effort": "none"}, {"prompt": "Hi", "enable_thinking": False}
+    assert encode(off, SWITCH).key == encode(by_switch, SWITCH).key
+
+
+def test_reasoning_effort_without_levels_is_refused() -> None:
+    """Guards rows, and a run whose every row would be one, against an effort that nothing follows."""
+    low = {"prompt": "Hi", "reasoning_effort": "low"}
+    needs = "reasoning_effort needs a chat template that has levels"
+    assert error_of(low) == f"line 1: {needs}."
+    assert error_of(low, SWITCH).endswith('; "none" turns the thinking of this one off, and thinking_budget bounds it.')
+    for without in (low | {"raw": True}, {"prompt_token_ids": [1], "reasoning_effort": "low"}):
+        assert needs in error_of(without, LEVELS)
+    assert needs in error_of(low, None)
+    with pytest.raises(RequestError, match=needs):
+        processor(SWITCH, params={"reasoning_effort": "low"})
 
 
 def test_a_message_is_continued() -> None:

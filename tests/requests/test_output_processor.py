@@ -292,3 +292,23 @@ def test_text_that_cannot_be_made_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     assert completion.error is not None and completion.error.code == "internal_error"
     assert len(read) == 4 and read[-1].completion == completion and str(read[-1].error) == str(completion.error)
     assert all(event.completion is None for event in read[:-1])
+
+
+@pytest.mark.parametrize("name", [QWEN, "DeepSeek, opened by the prompt"])
+@pytest.mark.parametrize("is_token", [True, False])
+def test_reasoning_is_counted_up_to_its_closing_tag(name: str, is_token: bool) -> None:
+    """Guards `reasoning_tokens`, also of a tag that takes several tokens, and nothing for answers without reasoning."""
+    tokenizer, opened = tokenizer_of(name), "" if name != QWEN else "<think>\n"
+    tag = "</think>" if is_token else "</think"
+    thought = ids_of(name, f"{opened}hm, 😀, and more of it\n{tag}")[:-1]
+    if not is_token:
+        thought += [token for token in ids_of(name, "xxx>")[:-1] if tokenizer.decode([token]) == ">"]
+    assert (tokenizer.backend.token_to_id("</think>") in thought) == is_token
+    outputs = [[*thought, *ids_of(name, "\n\nYes, </think> is a tag.")], ids_of(name, f"{opened}hm"), thought]
+    outputs.append(ids_of(name, "No.") if opened else ids_of(name, "</think>No."))
+    for count, expected in enumerate(itertools.accumulate((len(thought), len(outputs[1]), len(thought), 0)), start=1):
+        ends = ["stop", "length", "stop", "stop"]
+        events = [event for number in range(count) for event in events_of(outputs[number], number, ends[number])]
+        completion = run(make_request(name, n=count), tokenizer, events)[1]
+        assert completion.usage.reasoning_tokens == expected
+        assert completion["usage"]["reasoning_tokens"] == expected

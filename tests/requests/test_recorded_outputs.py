@@ -63,6 +63,7 @@ def test_records_give_the_same_completion(engine: SteppingEngine) -> None:
 CHANGES: dict[str, Any] = {
     "max_tokens": 7,
     "min_tokens": 3,
+    "thinking_budget": 2,
     "n": 2,
     "top_k": 4,
     "min_p": 0.1,
@@ -90,7 +91,8 @@ CHANGES: dict[str, Any] = {
 
 def test_everything_that_decides_an_output_is_in_its_key(engine: SteppingEngine) -> None:
     """Guards rows against answers to something else: every sampling parameter, the prompt, and what else is asked."""
-    names = [name for name in PARAM_NAMES if name != "lora"]  # whose weights count
+    # The weights of an adapter count, and the prompt that an effort gives.
+    names = [name for name in PARAM_NAMES if name not in ("lora", "reasoning_effort")]
     base = {"prompt": "a", "temperature": 1.0, "seed": 7, "max_tokens": 9}
     rows = [base, *(base | {name: CHANGES.get(name, 0.5)} for name in names), base | {"prompt": "b"}]
     made = requests(engine, rows)

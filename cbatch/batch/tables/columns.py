@@ -45,7 +45,7 @@ LAST = ("key",)
 ALWAYS = (*FIRST, *ANSWER, *LAST)
 """Columns of every table of results. What only some answers have, such as `reasoning`, comes behind `ANSWER`."""
 
-BOOKKEEPING = frozenset(ALWAYS) - {"id", "text"} | {"validation"}
+BOOKKEEPING = frozenset(ALWAYS) - {"id", "text"} | {"validation", "reasoning_tokens", "completion_tokens_details"}
 """Columns that say something about the run and not about the row: a further run does not carry them along."""
 
 Rows = Callable[[], Iterator[bytes]]

@@ -194,13 +194,16 @@ class EngineClient:
 
     def _encode(self, request: ReplyRequest, engine: Engine, params: SamplingParams) -> tuple[Request, int]:
         """The request as token ids. Drops as few of the oldest turns as necessary, if that is allowed: how many."""
-        from cbatch.base.chat_template_options import TemplateOptions
+        from cbatch.base.chat_template_options import TemplateOptions, effort_variables
         from cbatch.base.request import Request
 
         if request.reply_prefix and params.constraint is not None:
             raise RequestError("invalid_row", "A constrained reply cannot be continued; /retry starts it again.")
         processor = engine.core.input_processor()
-        template = TemplateOptions(kwargs={**self.template_kwargs, **request.template_kwargs}, today=date.today())
+        kwargs, tokenizer = {**self.template_kwargs, **request.template_kwargs}, engine.tokenizer
+        if params.reasoning_effort is not None and tokenizer is not None:
+            kwargs |= effort_variables(params.reasoning_effort, tokenizer.template_source)
+        template = TemplateOptions(kwargs=kwargs, today=date.today())
 
         def encoded(num_dropped: int) -> Request:
             messages = [*request.system_messages, *chain.from_iterable(request.message_groups[num_dropped:])]

@@ -56,10 +56,9 @@ class RunStats:
 
     rows, errors:           rows that this run wrote, and its error rows by their code
     rows_kept, errors_kept: rows of an earlier run that were kept, and error rows among them
-    finished_tokens:        generated tokens of finished rows
+    finished_tokens:        generated tokens of finished rows; `reasoning_tokens`: of these, those of reasoning
     tries:                  of all rows that were validated, `rows_validated`
-    truncated, incomplete_forms, empty: of these rows, without error rows, those with such an output (see `Completion`);
-                            `unfinished`: those that are cut off or empty
+    truncated, incomplete_forms, empty: see `RowOutcome`; `unfinished`: rows that are cut off or empty
     rows_from_cache:        rows of which nothing was computed; `reused_tokens`: output tokens from the cache
     load_s:                 seconds that loading the model took
     """
@@ -72,7 +71,7 @@ class RunStats:
         self._replicas: list[ReplicaStatus] = []
         self.rows = self.rows_kept = self.errors_kept = 0
         self.errors: Counter[str] = Counter()
-        self.prompt_tokens = self.cached_tokens = self.finished_tokens = self.reused_tokens = 0
+        self.prompt_tokens = self.cached_tokens = self.finished_tokens = self.reused_tokens = self.reasoning_tokens = 0
         self.truncated = self.incomplete_forms = self.empty = self.unfinished = 0
         self.tries = self.rows_validated = self.rows_from_cache = self.rows_continued = 0
         self.load_s = 0.0
@@ -136,6 +135,7 @@ class RunStats:
             self.prompt_tokens += outcome.prompt_tokens
             self.cached_tokens += outcome.cached_tokens
             self.finished_tokens += outcome.completion_tokens
+            self.reasoning_tokens += outcome.reasoning_tokens
             for times, seconds in ((self._ttft, outcome.ttft_s), (self._tpot, outcome.tpot_s)):
                 if seconds is not None:
                     times.append(seconds)
@@ -185,6 +185,7 @@ class RunStats:
             "cached_tokens": self.cached_tokens,
             "prefix_hit_rate": round(self.cached_tokens / max(self.prompt_tokens, 1), 4),
             "output_tokens": self.output_tokens,
+            "reasoning_tokens": self.reasoning_tokens,
             "rows_from_cache": self.rows_from_cache,
             "rows_continued": self.rows_continued,
             "reused_tokens": self.reused_tokens,

@@ -14,7 +14,8 @@ from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 from prompt_toolkit.utils import get_cwidth
 
-from cbatch.base.params import PARAMS
+from cbatch.base.errors import RequestError
+from cbatch.base.params import PARAMS, SamplingParams
 from cbatch.cli.chat.commands.registry import COMMANDS, CommandCompleter, FrontEnd
 from cbatch.cli.chat.commands.sessions import parse_variants
 from cbatch.cli.chat.controller import ChatController
@@ -161,7 +162,7 @@ def test_every_command_teaches() -> None:
 def test_thinking_is_turned_on_and_off() -> None:
     """Guards `/think`: it sets the variable that the model's template reads, and says so if there is none."""
     engine: Any = SimpleNamespace(tokenizer=SimpleNamespace(chat_template="{% if enable_thinking %}"), loaded=None)
-    client: Any = SimpleNamespace(engine=engine, template_kwargs={})
+    client: Any = SimpleNamespace(engine=engine, template_kwargs={}, params=SamplingParams().merged)
     controller = ChatController(client)
     chat = FrontEnd(controller, None)  # type: ignore[arg-type]
     COMMANDS["think"].handler(chat, "off")
@@ -170,3 +171,27 @@ def test_thinking_is_turned_on_and_off() -> None:
     engine.tokenizer.chat_template = "{{ messages }}"
     with pytest.raises(UserError, match="cannot turn thinking"):
         COMMANDS["think"].handler(chat, "on")
+
+
+def test_thinking_has_a_budget_and_levels() -> None:
+    """Guards `/think 500` and `/think low`: they are parameters of this session, and `on` takes them back."""
+    engine: Any = SimpleNamespace(tokenizer=SimpleNamespace(chat_template="{{ enable_thinking }}"), loaded=None)
+    client: Any = SimpleNamespace(engine=engine, template_kwargs={}, params=SamplingParams().merged)
+    controller = ChatController(client)
+    chat = FrontEnd(controller, None)  # type: ignore[arg-type]
+
+    def think(what: str) -> str:
+        COMMANDS["think"].handler(chat, what)
+        return controller.current.items[-1].text
+
+    assert think("") == "thinking: as the model's template has it"
+    think("off")
+    assert think("500") == "thinking: on, at most 500 tokens" == think("")
+    assert controller.current.params == {"thinking_budget": 500}
+    with pytest.raises(RequestError, match="needs a chat template that has levels"):
+        think("low")
+    engine.tokenizer.chat_template += "{{ reasoning_effort }}"
+    assert think("low") == "thinking: on, low, at most 500 tokens"
+    assert think("off") == "thinking: off" and controller.current.params == {}
+    with pytest.raises(UserError, match="a number of tokens"):
+        think("hard")

@@ -190,8 +190,8 @@ def test_a_batch_belongs_to_the_session_that_started_it(runs: ForkServer, tmp_pa
             chat.until(lambda: (bars := [one for one in chat.lines if "[2 other" in one]) and not CUT.search(bars[-1]))
         chat.resize(80, 24)
         chat.wait("main*")
-        assert "rows ok" not in chat.text
-        chat.send("\x1b1", "writes to", "100 rows ok, 0 failed", "is done")
+        assert "100 rows:" not in chat.text
+        chat.send("\x1b1", "writes to", "100 rows: 0 ok, 100 cut off at max_tokens, 0 failed", "is done")
         chat.say(f"/run {source} -o {out}", "exists and is not empty; --resume continues it")
 
 

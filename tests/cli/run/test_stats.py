@@ -58,6 +58,9 @@ FINISHED: dict[str, tuple[list[Choice], dict[str, Any], tuple[int, int, int], st
         [CUT], {"choice": ToolChoice()}, (1, 1, 0),
         "1 row: 0 ok, 1 cut off at max_tokens, 1 of them incomplete forms, 0 failed",
     ),
+    "closed form": (
+        [replace(CUT, closed=True)], {"params": SCHEMA}, (1, 0, 0), "1 row: 0 ok, 1 cut off at max_tokens, 0 failed",
+    ),
     "whole form": ([WHOLE], {"params": SCHEMA}, (0, 0, 0), "1 row ok, 0 failed"),
     "blank": ([WHOLE, Choice(text=" \n")], {}, (0, 0, 1), "1 row: 0 ok, 1 empty, 0 failed"),
     "only reasoning": (
@@ -74,9 +77,10 @@ def test_rows_that_are_not_whole_are_told(kind: str) -> None:
     """Guards outputs that were cut off or are empty against being counted as all is well."""
     choices, asked, counts, sentence = FINISHED[kind]
     stats, row = RunStats(), Row(0, 0)
-    row.finish(Completion(Request(**asked), choices=choices, usage=Usage(7, 3)))
+    row.finish(Completion(Request(**asked), choices=choices, usage=Usage(7, 3, 0, 2)))
     stats.count([row])
     figures = stats.as_dict()
+    assert figures["reasoning_tokens"] == 2
     assert (figures["truncated"], figures["incomplete_forms"], figures["empty"]) == counts
     assert stats.summary(TwoReplicas())[0] == sentence
 

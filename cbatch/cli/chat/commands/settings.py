@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from cbatch.base.params import PARAMS, SamplingParams, with_overrides
+from cbatch.base.chat_template_options import effort_variables
+from cbatch.base.params import EFFORTS, PARAMS, SamplingParams, with_overrides
 from cbatch.cli.chat.commands.registry import SETTABLE, FrontEnd, command, did_you_mean, parse_parameter
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.common.local_models import local_models
@@ -91,32 +92,43 @@ def _show(chat: FrontEnd, names: Sequence[str], *more: str) -> None:
     chat.show(*lines, *more)
 
 
-@command("think", "[on|off|show|hide]")
+@command("think", "[on|off|N|LEVEL|show|hide]")
 def do_think(chat: FrontEnd, what: str) -> None:
-    """turn thinking on or off
+    """set how much models think
 
-    `on` and `off` tell models that can think whether to do so, in this session. `show` and `hide` unfold and fold what
-    they think on the screen, as Ctrl-T does.
-    Example: /think off
+    `on` and `off` tell models that can think whether to do so, in this session. A number is the most tokens that they
+    think before they answer. `low`, `medium` and `high` are for models whose chat template knows levels. `show` and
+    `hide` unfold and fold what they think on the screen, as Ctrl-T does.
+    Examples: /think off
+              /think 500
     """
-    session = chat.session
+    session, client = chat.session, chat.controller.client_of(chat.session)
     if what in ("show", "hide"):
         chat.screen.show_reasoning(what == "show")
         return
-    if what not in ("", "on", "off"):
-        raise UserError("Type /think on, off, show or hide.")
     tokenizer = chat.engine.tokenizer
     template = (tokenizer.chat_template if tokenizer is not None else None) or ""
     variable = next((name for name in THINK_VARIABLES if name in template), None)
-    if variable is None:
+    changes: dict[str, Any] = {"thinking_budget": None, "reasoning_effort": None}
+    if what.isdecimal():
+        changes = parse_parameter("thinking_budget", what)
+    elif what in EFFORTS and what != "none":
+        effort_variables(what, template)
+        changes = {"reasoning_effort": what}
+    elif what not in ("", "on", "off"):
+        raise UserError("Type /think on, off, show, hide, a number of tokens, or low, medium or high.")
+    elif what and variable is None:
         raise UserError("The chat template of this model cannot turn thinking on or off.")
     if what:
-        session.template_kwargs = {**session.template_kwargs, variable: what == "on"}
-        chat.controller.save(session)
-    client = chat.controller.client_of(session)
-    value = {**client.template_kwargs, **session.template_kwargs}.get(variable)
+        if variable is not None:
+            session.template_kwargs = {**session.template_kwargs, variable: what != "off"}
+        _change(chat, changes, for_all=False)
+    variables, params = {**client.template_kwargs, **session.template_kwargs}, client.params(session.params)
+    value = variables.get(variable or "")
     state = "as the model's template has it" if value is None else "on" if value else "off"
-    chat.show(f"thinking: {state}")
+    level = f", {params.reasoning_effort}" if params.reasoning_effort is not None else ""
+    budget = f", at most {params.thinking_budget:,} tokens" if params.thinking_budget is not None else ""
+    chat.show(f"thinking: {state}{level}{budget}")
 
 
 @command("stats")
