@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cbatch.base.chat_template_options import DEFAULT_TEMPLATE, TemplateOptions
@@ -275,11 +276,14 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
                 request.grammar, request.stop_ids, most, closes=params.close_forms, may_replace=may_replace
             )
         guide: OutputGuide | None = form
-        if tokenizer is not None and form is not None and request.is_thinking:
+        has_budget = request.is_reply and params.thinking_budget is not None
+        if tokenizer is not None and tokenizer.reasoning_end and (request.is_thinking if form else has_budget):
             guide = ReasoningState(
                 self.model.vocab_size,
                 request.stop_ids,
-                tokenizer.ends_thinking,
+                partial(tokenizer.thinking_place, opened=request.is_thinking),
+                closing=tokenizer.reasoning_end,
+                thinking_budget=params.thinking_budget,
                 budget=request.max_new_tokens,
                 successor=form,
             )

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 from cbatch.base.chat_template_options import DEFAULT_TEMPLATE, TemplateOptions, check_variables
 from cbatch.base.errors import RequestError
@@ -25,6 +25,12 @@ Message = Mapping[str, Any]
 
 Prompt = str | Sequence[int] | Mapping[str, Sequence[Message]]
 """Text, token ids, or a conversation: `{"messages": [{"role": "user", "content": "Hi"}]}`, optionally with `tools`."""
+
+CLOSING_SENTENCE = "\n\nI have thought for long enough, so I answer now.\n"
+"""The end of reasoning that its budget ends."""
+
+ThinkingPlace = Literal["before", "inside", "after"]
+"""Before its reasoning, which may not come; inside it; or past it."""
 
 NUM_OPENING_TOKENS = 12
 """Last tokens among which a tag of reasoning is looked for; the longest take about half as many."""
@@ -82,11 +88,12 @@ class ChatTokenizer:
             return reply_formats()[self.chosen_format]
         return find_format(self.template_source, self._special) if self.template_source else reply_formats()["none"]
 
-    @property
-    def reasoning_end(self) -> str | None:
-        """The text with which the model closes its reasoning and goes on to its answer; None if it does not reason."""
+    @cached_property
+    def reasoning_end(self) -> Sequence[int]:
+        """The tokens that close reasoning whose budget has ended, up to the answer; empty if the model has none."""
         reasoning = self.reply_format.reasoning
-        return reasoning.closing_text if reasoning is not None else None
+        text = "" if reasoning is None else CLOSING_SENTENCE + reasoning.closing_text
+        return self.backend.encode(text, add_special_tokens=False).ids
 
     def visible_tokens(self, *, with_calls: bool) -> tuple[str, ...]:
         """Special tokens that have to stay in the text of an output, since its reply format has them.
@@ -208,10 +215,25 @@ class ChatTokenizer:
             return answer.rfind(reasoning.opening) > answer.rfind(reasoning.closing)
         return (opened or answer.lstrip().startswith(reasoning.opening)) and reasoning.closing not in answer
 
-    def ends_thinking(self, token_ids: Sequence[int]) -> bool:
-        """Whether the closing think tag is among the last tokens of an output so far."""
-        reasoning, end = self.reply_format.reasoning, token_ids[-NUM_OPENING_TOKENS:]
-        return reasoning is not None and reasoning.closing in self.decode(end, skip_special_tokens=False)
+    def thinking_place(self, token_ids: Sequence[int], *, opened: bool) -> ThinkingPlace:
+        """Where an output stands that was not past its reasoning one token before.
+
+        opened: the prompt leaves the model inside its reasoning
+        """
+        made = self.reply_format
+        if made.reasoning is None:
+            return "after"
+        if not opened:
+            start = self.decode(token_ids[:NUM_OPENING_TOKENS], skip_special_tokens=False).lstrip()
+            end = made.header_end or made.reasoning.opening
+            opening, is_whole, _ = start.partition(end)
+            if not is_whole:
+                may_open = end.startswith(start) or (made.headers and len(token_ids) < NUM_OPENING_TOKENS)
+                return "before" if may_open else "after"
+            if (made.reasoning.opening not in opening) if made.headers else opening:
+                return "after"
+        end = self.decode(token_ids[-NUM_OPENING_TOKENS:], skip_special_tokens=False)
+        return "after" if made.reasoning.closing in end else "inside"
 
     def num_thought(self, token_ids: Sequence[int]) -> int:
         """Tokens of an output with reasoning up to the end of the closing think tag; all, if it does not come."""

@@ -11,9 +11,7 @@ from numpy.typing import NDArray
 from cbatch.base.errors import RequestError
 from cbatch.sample.structured.grammar import NO_BUDGET, GrammarState
 from cbatch.sample.structured.token_bitmask import bitmask_of, full_bitmask
-
-CLOSING_SENTENCE = "\n\nI have thought for long enough, so I answer now.\n"
-"""What reasoning ends with when its budget does."""
+from cbatch.text.tokenizer import ThinkingPlace
 
 LEAST_ANSWER = 16
 """Tokens that reasoning leaves to a form, beside twice the shortest output of it."""
@@ -26,18 +24,18 @@ class ReasoningState:
         self,
         vocab_size: int,
         stop_ids: Collection[int],
-        ends: Callable[[list[int]], bool | None],
+        place: Callable[[Sequence[int]], ThinkingPlace],
         *,
         closing: Sequence[int] = (),
-        thinking_budget: int = NO_BUDGET,
+        thinking_budget: int | None = None,
         budget: int = NO_BUDGET,
         successor: GrammarState | None = None,
     ) -> None:
         """
         stop_ids:        tokens that end the output; not allowed while a form is to come
-        ends:            whether the reasoning has ended after these tokens of the output, or if there is none
-        closing:         tokens that end it early
-        thinking_budget: most tokens of the reasoning, without these
+        place:           where the output stands after these tokens (`ChatTokenizer.thinking_place`)
+        closing:         tokens that end the reasoning early
+        thinking_budget: most tokens of the reasoning, without these; None for no limit
         budget:          most tokens of the output
         successor:       the form that follows
         """
@@ -45,11 +43,16 @@ class ReasoningState:
         self.error: str | None = None
         self.is_over = self.is_complete = self.is_finished = self.is_cut = False
         self._stop_ids = frozenset(stop_ids) if successor is not None else frozenset[int]()
-        self._ends, self._closing, self._most = ends, closing, thinking_budget
+        self._place, self._closing, self._most = (
+            place,
+            closing,
+            NO_BUDGET if thinking_budget is None else thinking_budget,
+        )
         shortest = successor.shortest if successor is not None else 0
         self._reserve = min(2 * shortest + LEAST_ANSWER, max(budget // 2, shortest)) + len(closing) if shortest else -1
         self._tokens: list[int] = []
-        self._queue: deque[int] = deque(closing if thinking_budget == 0 else ())
+        self._num_inside, self._is_inside = 0, place([]) == "inside"
+        self._queue: deque[int] = deque(closing if self._is_inside and thinking_budget == 0 else ())
 
     @property
     def needs_mask(self) -> bool:
@@ -74,10 +77,13 @@ class ReasoningState:
                 self.error = f"Token {token_id} came where the reasoning is to end."
                 raise RequestError("internal_error", self.error)
             self.is_over = not self._queue
-        elif self._ends(self._tokens):
-            self.is_over = True
-        elif len(self._tokens) >= self._most or left <= self._reserve:
-            self._queue += self._closing
+        elif (place := self._place(self._tokens)) != "inside":
+            self.is_over = place == "after"
+        else:
+            self._num_inside += self._is_inside
+            self._is_inside = True
+            if self._num_inside >= self._most or left <= self._reserve:
+                self._queue += self._closing
         return token_id
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
@@ -88,7 +94,7 @@ class ReasoningState:
         if self.successor is None:
             return len(token_ids)
         for place, token in enumerate(token_ids):
-            if token in self._stop_ids or self._ends([*self._tokens, *token_ids[: place + 1]]):
+            if token in self._stop_ids or self._place([*self._tokens, *token_ids[: place + 1]]) == "after":
                 return place
         return len(token_ids)
 
