@@ -26,7 +26,7 @@ Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Mapping[str, Sequence[Message]]
 """Text, token ids, or a conversation: `{"messages": [{"role": "user", "content": "Hi"}]}`, optionally with `tools`."""
 
-CLOSING_SENTENCE = "\n\nI have thought for long enough, so I answer now.\n"
+CLOSING_SENTENCE = "\n\nI have thought for long enough, so I answer now."
 """The end of reasoning that its budget ends."""
 
 ThinkingPlace = Literal["before", "inside", "after"]
