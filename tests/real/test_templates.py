@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 
+from cbatch.base.chat_template_options import TemplateOptions
 from cbatch.base.errors import RequestError
 from cbatch.text.loading import of_transformers
+from cbatch.text.replies.declaration import Reasoning
+from cbatch.text.replies.stream import OutputStream
 from cbatch.text.tokenizer import ChatTokenizer
 from scripts.real_model import TEMPLATES
 from tests.support.model_folder import make_tokenizer
 from tests.support.real_models import need
 from tests.support.samples import sampled
+from tests.support.tool_calls import ParsedOutput, streamed
 
 pytestmark = pytest.mark.real
 
@@ -40,6 +44,22 @@ REFUSALS = {
 
 OWN_NOTATION = ("MiniMax-M3", "google-gemma-4")
 """Templates that write nested objects in a notation of their own."""
+
+SINGLE = ("GigaChat3", "meta-llama-Llama-3", "openai-gpt-oss")
+"""Templates that show one call of a message."""
+
+NOT_READ = {
+    "LFM2.5-8B-A1B": "it writes text between single quotes without escaping those in it",
+    "MiniMax-M3": "lists in objects, and a closing think tag that nothing has opened, are not read",
+    "meetkai-functionary-medium-v3.2": "the text keeps what stands between calls",
+}
+"""Templates whose own calls are not read as they were, and why."""
+
+END = re.compile(
+    r"(?:<\|(?:START_OF_TURN_TOKEN|END_OF_TURN_TOKEN|eom_id|eot_id|im_end|call|end|end_of_msg|tool_response)\|?>"
+    r"|<turn\|>|<SPECIAL_12>|<｜(?:hy_eos:opensource|end▁of▁sentence|Assistant)｜>|\n)+\Z"
+)
+"""Tokens that end a reply, and so are no part of its text."""
 
 WITHOUT_CALLS = frozenset(
     "HuggingFaceTB-SmolLM3-3B LFM2-8B-A1B LFM2.5-Instruct deepseek-ai-DeepSeek-R1-Distill-Llama-8B "
@@ -92,8 +112,9 @@ def tokenizer_of(name: str) -> ChatTokenizer:
     return ChatTokenizer(replace(of_transformers(make_tokenizer()), chat_template=source))
 
 
-def rendered(tokenizer: ChatTokenizer, messages: list[dict[str, Any]]) -> str:
-    return tokenizer.decode(tokenizer.encode_chat(messages, tools=TOOLS), skip_special_tokens=False)
+def rendered(tokenizer: ChatTokenizer, messages: list[dict[str, Any]], *, opens_reply: bool = True) -> str:
+    template = TemplateOptions(add_generation_prompt=opens_reply)
+    return tokenizer.decode(tokenizer.encode_chat(messages, tools=TOOLS, template=template), skip_special_tokens=False)
 
 
 @pytest.mark.parametrize("name", sampled(NAMES, 12) if NAMES else ["none"])
@@ -146,3 +167,55 @@ def shows(text: str, arguments: dict[str, Any]) -> bool:
         if not any(form in after for form in ({value} if isinstance(value, str) else set()) | forms):
             return False
     return True
+
+
+def reply_in(text: str, prompt: str, end: str, tags: Reasoning | None) -> tuple[str, bool]:
+    """What the model has written in the text of a conversation, and whether its prompt had opened the reasoning.
+
+    end: what stands behind a reply of text
+
+    A template may open a reply in another way than it shows earlier ones. Then it begins with the tag that differs.
+    """
+    differs = (at for at, (one, other) in enumerate(zip(text, prompt, strict=False)) if one != other)
+    shared = text[: next(differs, len(prompt))]
+    begin = len(shared) if shared == prompt else max(shared.rfind(end) for end in ">]\n") + 1
+    reply = text[begin:].removeprefix("<|CHATBOT_TOKEN|>")
+    # Behind its end, some templates repeat an instruction.
+    reply = END.sub("", reply.removesuffix(end).partition("<|START_OF_TURN_TOKEN|>")[0])
+    if tags is None:
+        return reply, False
+    return reply, reply.startswith(tags.closing) or (shared == prompt and prompt.rstrip().endswith(tags.opening))
+
+
+@pytest.mark.parametrize("name", sampled(NAMES, 12, seed=1) if NAMES else ["none"])
+def test_calls_are_read_as_they_were_written(name: str, request: pytest.FixtureRequest) -> None:
+    """Guards the reader of each format against its template: what this shows of calls gives these calls, however cut.
+
+    They give the same conversation again.
+    """
+    tokenizer = tokenizer_of(name)
+    if name in REFUSALS or name in WITHOUT_CALLS or tokenizer.reply_format.calls is None:
+        return
+    if name in NOT_READ:
+        request.applymarker(pytest.mark.xfail(strict=True, reason=NOT_READ[name]))
+    called = calls(as_text=True, ids=("abcdefgh1", "abcdefgh2"))[: 1 if name.startswith(SINGLE) else 2]
+    asked = conversation()[1:2]
+    text = rendered(tokenizer, [*asked, {"role": "assistant", "tool_calls": called}], opens_reply=False)
+    end = rendered(tokenizer, [*asked, {"role": "assistant", "content": "ANSWER"}], opens_reply=False)
+    tags = tokenizer.reply_format.reasoning
+    reply, is_thinking = reply_in(text, rendered(tokenizer, asked), end.rpartition("ANSWER")[2], tags)
+
+    def read(*parts: str) -> ParsedOutput:
+        return streamed(OutputStream(tokenizer.reply_format, is_thinking=is_thinking, tools=TOOLS), parts)
+
+    whole = read(reply)
+    found = [(call.name, json.loads(call.arguments)) for call in whole.tool_calls]
+    assert found == [("look_up", ARGUMENTS[0]), ("now", {})][: len(called)]
+    assert (whole.text.strip(), whole.reasoning) == ("", None)
+    assert read(*reply) == whole and all(read(reply[:at], reply[at:]) == whole for at in range(len(reply)))
+    again = [
+        {"id": given["id"], "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for given, call in zip(called, whole.tool_calls, strict=True)
+    ]
+    message = {"role": "assistant", "content": whole.text, "tool_calls": again}
+    assert rendered(tokenizer, [*asked, message], opens_reply=False) == text
