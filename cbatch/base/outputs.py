@@ -23,11 +23,15 @@ class TokenLogprobs(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """The result of a step for one request: its next token, or an error."""
+    """The result of a step for one request: its next token, or an error.
+
+    other: log-probabilities of the token that may take its place (see `OutputGuide`)
+    """
 
     token_id: int
     logprobs: TokenLogprobs | None = None
     error: RequestError | None = None
+    other: TokenLogprobs | None = None
 
 
 class KnownOutput(NamedTuple):

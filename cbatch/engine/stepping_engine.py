@@ -271,10 +271,7 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         if tokenizer is not None and params.stop:
             detokenizer = tokenizer.detokenizer(request.prompt_ids, params, request.tags)
         if tokenizer is not None and request.grammar is not None:
-            may_replace, most = params.logprobs is None, request.max_new_tokens
-            form = GrammarState(
-                request.grammar, request.stop_ids, most, closes=params.close_forms, may_replace=may_replace
-            )
+            form = GrammarState(request.grammar, request.stop_ids, request.max_new_tokens, closes=params.close_forms)
         guide: OutputGuide | None = form
         has_budget = request.is_reply and params.thinking_budget is not None
         if tokenizer is not None and tokenizer.reasoning_end and (request.is_thinking if form else has_budget):

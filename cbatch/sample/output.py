@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -75,7 +76,8 @@ class PendingSample:
         self._constrained_rows = _constrained_rows(sequences)
         self._masks = masks
         self._sampled: SampledTokens | None = None
-        self._logprobs: PendingLogprobs | None = None
+        self._logprobs: RowLogprobs | None = None
+        self._others: RowLogprobs | None = None
         if sequences:
             values, argmax, sampled = logits
             row_masks = None
@@ -87,7 +89,10 @@ class PendingSample:
                 self._sampled = SampledTokens(*sampled)
             else:
                 self._sampled = sampler.sample(values, sequences, positions, argmax, row_masks)
-            self._logprobs = _begin_logprobs(sequences, logits.values, self._sampled)
+            rows = [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
+            self._logprobs = _begin_logprobs(sequences, logits.values, rows, self._sampled.tokens)
+            others = {row: token for row in rows if (token := _alternative(sequences[row])) is not None}
+            self._others = _begin_logprobs(sequences, logits.values, list(others), list(others.values()))
 
     @property
     def in_flight_tokens(self) -> InFlightTokens:
@@ -103,8 +108,6 @@ class PendingSample:
         token_ids, largest = self._sampled.get() if self._sampled is not None else ([], [])
         found_scores = iter(self._scores.get() if self._scores is not None else ())
         scores = [[next(found_scores) for _ in chunk.to_score] for chunk in self.scheduled.to_score]
-        found = iter(self._logprobs.get() if self._logprobs is not None else ())
-        logprobs = [next(found) if sequence.params.logprobs is not None else None for sequence in self._sequences]
         wrong = [
             None if math.isfinite(value) else _sampling_error(value, sequence)
             for value, sequence in zip(largest, self._sequences, strict=True)
@@ -121,7 +124,12 @@ class PendingSample:
             is_scored = sequence.scores_prompt and sequence.num_generated == 0
             if is_scored and any(math.isnan(one.logprob) for one in (*sequence.scored, *now.get(sequence, ()))):
                 wrong[row] = NAN
-        return StepResult([Sample(*row) for row in zip(token_ids, logprobs, wrong, strict=True)], scores)
+        logprobs, others = (one.get() if one is not None else {} for one in (self._logprobs, self._others))
+        samples = [
+            Sample(token, logprobs.get(row), error, others.get(row))
+            for row, (token, error) in enumerate(zip(token_ids, wrong, strict=True))
+        ]
+        return StepResult(samples, scores)
 
 
 def grammar_places(scheduled: SchedulerOutput) -> list[Place]:
@@ -181,12 +189,33 @@ def _begin_scores(scheduled: SchedulerOutput, logits: Tensor) -> PendingLogprobs
     return PendingLogprobs(logits, to_device([np.array(token_ids, np.int64)], logits.device)[0], counts)
 
 
-def _begin_logprobs(sequences: list[TokenSequence], logits: Tensor, chosen: SampledTokens) -> PendingLogprobs | None:
-    rows = [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
+def _alternative(sequence: TokenSequence) -> int | None:
+    return sequence.guide.alternative if sequence.guide is not None else None
+
+
+def _begin_logprobs(
+    sequences: list[TokenSequence], logits: Tensor, rows: list[int], tokens: Tensor | list[int]
+) -> RowLogprobs | None:
+    """tokens: those of all rows, on the device, or those of these rows"""
     if not rows:
         return None
     places, counts = np.array(rows), [sequences[row].params.logprobs or 0 for row in rows]
-    return PendingLogprobs(_pick(logits, places), _pick(chosen.tokens, places), counts)
+    if isinstance(tokens, Tensor):
+        chosen = _pick(tokens, places)
+    else:
+        (chosen,) = to_device([np.array(tokens, np.int64)], logits.device)
+    return RowLogprobs(rows, PendingLogprobs(_pick(logits, places), chosen, counts))
+
+
+class RowLogprobs(NamedTuple):
+    """Log-probabilities of one token in each of some rows."""
+
+    rows: list[int]
+    pending: PendingLogprobs
+
+    def get(self) -> dict[int, TokenLogprobs]:
+        """Waits for them."""
+        return dict(zip(self.rows, self.pending.get(), strict=True))
 
 
 class PendingLogprobs:

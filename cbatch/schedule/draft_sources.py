@@ -130,6 +130,8 @@ class DraftSources:
         found = self._find(text, count) if len(text.index) == len(sequence.token_ids) else None
         if found is None or sequence.guide is None:
             return found
+        if sequence.guide.alternative is not None and sequence.params.logprobs is not None:
+            return None  # log-probabilities of an alternative are known for the first token of a step only
         allowed = sequence.guide.num_allowed(found.tokens)
         return Proposal(found.tokens[:allowed], found.matched) if allowed else None
 

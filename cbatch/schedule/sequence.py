@@ -42,6 +42,7 @@ class OutputGuide(Protocol):
     is_cut:      whether what was left of the budget has decided a token
     forced:      tokens that come next, whatever the model would say; mostly none
     awaits_token: whether no step may be scheduled before the token of the step in flight is known
+    alternative: the token that may take the place of the next one; None if it stays
     """
 
     @property
@@ -60,6 +61,8 @@ class OutputGuide(Protocol):
     def forced(self) -> Sequence[int]: ...
     @property
     def awaits_token(self) -> bool: ...
+    @property
+    def alternative(self) -> int | None: ...
 
     def accept(self, token_id: int, left: int) -> int | None:
         """Takes in one token, which `left` more may follow.
@@ -276,7 +279,7 @@ class TokenSequence:
             if guided is None:
                 return self._last(None, "", "length")
             if guided != token_id:
-                token_id, sample = guided, Sample(guided)
+                token_id, sample = guided, Sample(guided, sample.other)
         self.token_ids.append(token_id)
         if self.counts is not None:
             self.counts.add(token_id)

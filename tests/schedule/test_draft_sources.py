@@ -82,6 +82,8 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 class Form:
     """Allows tokens below 10."""
 
+    alternative = None
+
     def num_allowed(self, token_ids: Sequence[int]) -> int:
         return next((place for place, token in enumerate(token_ids) if token >= 10), len(token_ids))
 

@@ -32,9 +32,6 @@ NO_BUDGET = 1 << 31
 SPARE_BYTES = 256
 """Bytes that a way to the end may have beside twice the shortest output; longer ones are not looked for."""
 
-SPARE_FOR_LOGPROBS = 32
-"""Tokens by which a form is closed early if log-probabilities are wanted: no token of it can be replaced."""
-
 
 @dataclass(frozen=True, eq=False)
 class CompiledGrammar:
@@ -98,19 +95,12 @@ class GrammarState:
     needs_mask, is_over, successor = True, False, None
 
     def __init__(
-        self,
-        grammar: CompiledGrammar,
-        stop_ids: Collection[int],
-        budget: int = NO_BUDGET,
-        *,
-        closes: bool = False,
-        may_replace: bool = True,
+        self, grammar: CompiledGrammar, stop_ids: Collection[int], budget: int = NO_BUDGET, *, closes: bool = False
     ) -> None:
         """
         stop_ids:    tokens that end the output; allowed when it may end
         budget:      most tokens of the output
         closes:      end the form before the budget ends
-        may_replace: whether a sampled token may be replaced for that; otherwise the form is closed somewhat earlier
         """
         self.vocab_size = grammar.vocab_size
         self.error: str | None = None
@@ -122,9 +112,7 @@ class GrammarState:
         self._matcher = grammar.matcher.deep_copy()  # shares no mutable state: others do not use up its limits
         self._is_ended = self.is_cut = False
         self._queue: deque[int] = deque()
-        self._closes, self._may_replace = closes and grammar.shortest is not None, may_replace
-        self._spare = 0 if may_replace else min(SPARE_FOR_LOGPROBS, budget // 4)
-        self._left = budget
+        self._closes, self._left = closes and grammar.shortest is not None, budget
         self._closing = grammar.shortest if self._closes else None
         """A way to the end from here; None if none is known."""
         self._check_at = NO_BUDGET
@@ -157,7 +145,12 @@ class GrammarState:
     @property
     def awaits_token(self) -> bool:
         """Whether no step may be computed for a token that is not known: another may take its place, or follow it."""
-        return len(self._queue) > 1 or (self._closes and self._may_replace and self._left - 1 <= self._check_at)
+        return len(self._queue) > 1 or (self._closes and self._left - 1 <= self._check_at)
+
+    @property
+    def alternative(self) -> int | None:
+        """The token that comes if no end is in reach behind the next one; None if none can take its place."""
+        return self._closing[0] if self.awaits_token and self._closing and not self._queue else None
 
     def accept(self, token_id: int, left: int = NO_BUDGET) -> int | None:
         """Advances by one token of the output. Returns the one that it gets: perhaps another, or None if it ends here.
@@ -255,7 +248,7 @@ class GrammarState:
             self._closing = self._find_closing(before or (), left)
         closing = self._closing
         is_late = closing is None and before is not None and len(before) + self._grammar.growth >= left
-        goes_back = self._may_replace and not is_forced and before is not None and len(before) <= left + 1
+        goes_back = not is_forced and before is not None and len(before) <= left + 1
         if goes_back and before is not None and (is_late or (closing is not None and len(closing) > left)):
             self._take_back(token_id)
             self.is_cut = True
@@ -266,9 +259,9 @@ class GrammarState:
             closing = self._closing
             self._matcher.consume_token(token_id)
             self._to_feed += self._grammar.token_bytes[token_id]
-        slack = left - self._spare - len(closing) if closing is not None else 0
+        slack = left - len(closing) if closing is not None else 0
         self._check_at = left - 1 - max(slack - self._grammar.growth, 0) // 4
-        if closing is not None and slack <= 0 and len(closing) <= left and not self._queue:
+        if closing is not None and slack == 0 and not self._queue:
             self._queue += closing
             self.is_cut |= bool(closing)
         return token_id

@@ -54,6 +54,8 @@ class ReasoningState:
         self._num_inside, self._is_inside = 0, place([]) == "inside"
         self._queue: deque[int] = deque(closing if self._is_inside and thinking_budget == 0 else ())
 
+    alternative = None
+
     @property
     def needs_mask(self) -> bool:
         """Whether some tokens may not come next."""
