@@ -299,3 +299,24 @@ def test_a_constraint_that_cannot_be_compiled_raises_at_once(params: Any) -> Non
     for call in (lambda: demo().generate(["a", "b"], params), lambda: list(demo().stream("a", params))):
         with pytest.raises(RequestError, match="cannot be used"):
             call()
+
+
+def test_a_token_that_closes_a_form_has_its_own_log_probability() -> None:
+    """Guards the token that takes the place of a sampled one: its log-probability is the model's, as of any other."""
+    pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
+    with SteppingEngine(EngineConfig(dtype="float32", device="cpu")) as engine:
+        assert engine.tokenizer is not None
+        opening = engine.tokenizer.backend.token_to_id("<")
+        assert opening is not None
+        params = SamplingParams(
+            regex=r"([a-z ]|<[0-9]{9}>)*\.", max_tokens=6, logprobs=3, logit_bias={opening: 100}, close_forms=True
+        )
+        (made,) = generate(engine, ["Hi"], params)
+        assert made.choices[0].closed and made.text.endswith(".") and "<" not in made.text
+        prompt = engine.encode("Hi")
+        scored = SamplingParams(prompt_logprobs=0, max_tokens=1)
+        (again,) = generate(engine, [[*prompt, *made.token_ids]], scored)
+        wanted = [one.logprob for one in (again.prompt_logprobs or ())[len(prompt) :]]
+        found = made.choices[0].logprobs or ()
+        assert [one.token_id for one in found] == list(made.token_ids)
+        assert [one.logprob for one in found] == pytest.approx(wanted, abs=1e-4)
