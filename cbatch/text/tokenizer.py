@@ -212,7 +212,7 @@ class ChatTokenizer:
         if reasoning is None:
             return False
         if self.reply_format.headers:
-            return answer.rfind(reasoning.opening) > answer.rfind(reasoning.closing)
+            return answer.rfind(reasoning.opening + self.reply_format.header_end) > answer.rfind(reasoning.closing)
         return (opened or answer.lstrip().startswith(reasoning.opening)) and reasoning.closing not in answer
 
     def thinking_place(self, token_ids: Sequence[int], *, opened: bool) -> ThinkingPlace:

@@ -44,28 +44,27 @@ class _Rules:
             more = f"({self._text(calls.between)} call)*"
         elif is_repeated and calls.after is not None:
             further = f"({self._text(calls.after)} block)*"
-        opening = calls.opening if calls.opening.startswith(calls.bare) else ""  # which models mostly leave out
         self._made = [
             f"calls: block {further}",
-            f"block: {self._text(opening)} call {more} {self._text(calls.closing)}",
+            f"block: {self._text(calls.bare_opening)} call {more} {self._text(calls.closing)}",
             "call: " + " | ".join(f"call_{number}" for number in range(len(functions))),
         ]
         for number, (name, parameters) in enumerate(functions):
             shown = json.dumps(name, ensure_ascii=False)[1:-1] if calls.is_object else name
-            is_exact = self._place != "arguments"
-            before, behind = (self._text(part, is_exact=is_exact, name=shown) for part in (self._before, self._behind))
+            free = "\n" if self._place == "arguments" else ""
+            before, behind = (self._text(part, free, name=shown) for part in (self._before, self._behind))
             self._made.append(f"call_{number}: {before} arguments_{number} {behind}")
             self._made.append(f"arguments_{number}: {self._arguments(f'argument_{number}', parameters)}")
         return self._made
 
-    def _text(self, template: str, *, is_exact: bool = False, **values: str) -> str:
-        """The sequence of a text. White space may be missing if it is not exact."""
+    def _text(self, template: str, free: str = " \n", **values: str) -> str:
+        """The sequence of a text. White space of the characters `free` may be missing."""
         parts = []
         for part in filter(None, _TAG.split(template)):
             if place := PLACE.fullmatch(part):
                 parts.append(f"/{self._calls.ids}/" if place[1] == "id" else json.dumps(values[place[1]]))
             elif part.isspace():
-                parts.append(json.dumps(part) + ("" if is_exact else "?"))
+                parts.append(json.dumps(part) + ("" if part.strip(free or "x") else "?"))
             else:
                 pieces = [part] if self._special_id(part) is not None else filter(None, _TAG_IN_TAG.split(part))
                 for piece in pieces:
@@ -97,8 +96,10 @@ class _Rules:
         before, _, behind = self._calls.parameter.partition("{value}")
         is_text = is_written_as_text(schema)
         kind = self._calls.kinds[0 if is_text else 1]
-        head = self._text(before.removesuffix("\n"), key=key, kind=kind) + (' "\\n"' if before.endswith("\n") else "")
-        tail = ('"\\n" ' if behind.startswith("\n") else "") + self._text(behind.removeprefix("\n"))
+        head = self._text(before.removesuffix("\n"), "\n", key=key, kind=kind) + (
+            ' "\\n"' if before.endswith("\n") else ""
+        )
+        tail = ('"\\n" ' if behind.startswith("\n") else "") + self._text(behind.removeprefix("\n"), "\n")
         return f"{head} {_text_rule(schema) if is_text else json_rule(schema)} {tail}"
 
 

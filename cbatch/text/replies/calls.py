@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from cbatch.base.outputs import ToolCall
+from cbatch.text.detokenizer import partial_match_length
 from cbatch.text.json_text import json_at, whole_json
 from cbatch.text.replies.declaration import NAME, PLACE, Calls
 
@@ -63,7 +64,10 @@ def find_calls(text: str, calls: Calls, tools: Sequence[Mapping[str, Any]], *, i
             begin = place = block[1]
         else:
             num_invalid += 1
-    return Found([*pieces, text[begin:]], found)
+    rest = text[begin:]
+    if is_cut and num_invalid < MAX_INVALID_CALLS:
+        rest = rest[: len(rest) - max((partial_match_length(rest, tag) for tag in calls.tags), default=0)]
+    return Found([*pieces, rest], found, is_cut=len(rest) < len(text) - begin)
 
 
 Block = tuple[list[ToolCall], int, bool]
@@ -83,7 +87,8 @@ class _Reader:
         tags = "|".join(r"\s*".join(map(re.escape, tag.split())) for tag in calls.tags) or r"(?!)"
         if calls.head and not calls.opening:
             tags = own_head
-        opening = _pattern(calls.opening.rstrip(" [\n")) if calls.opening else r"(?!)"
+        opening = _pattern(calls.opening.rstrip(" [\n")) or r"(?!)"
+        self._opening = re.compile(opening)
         self._start = re.compile(f"(?P<opening>{opening}\\s*)|{tags}")
         end = re.escape(calls.end_tag)
         self._end = re.compile(rf"\s*+(?:{end}|(?={tags})|\Z)" if end else "")
@@ -97,13 +102,19 @@ class _Reader:
 
     def is_unfinished(self, text: str, start: int, at: int, tools: Sequence[Mapping[str, Any]]) -> bool:
         """Whether a block has no end, and, if it has no tag, names a function."""
-        end = self._calls.end_tag or ("" if self._calls.is_object else self._calls.parts[2].strip())
-        if (end and text.find(end, at) >= 0) or self._start.search(text, max(at, 1)):
-            return False
-        if not self._calls.bare or self._start.match(text, start):
+        calls = self._calls
+        end = calls.end_tag or ("" if calls.is_object else (calls.parts[2] + calls.closing).strip())
+        if calls.opening and "".join(calls.opening.split()).startswith("".join(text[start:].split())):
             return True
-        name = re.match(r'\s*+[\[{]\s*+(?:"name"\s*+:\s*+")?([\w.-]+)', text)
-        return name is not None and any(tool["function"]["name"].startswith(name[1]) for tool in tools)
+        begun = self._start.match(text, start)
+        later = self._opening if begun and begun["opening"] else self._start
+        if (end and text.find(end, at) >= 0) or later.search(text, max(at, 1)):
+            return False
+        if not calls.bare or begun:
+            return True
+        begun, before = "".join(text.split()), self._calls.bare_opening + self._calls.parts[0].partition("{name}")[0]
+        heads = ["".join((before + tool["function"]["name"]).split()) for tool in tools]
+        return any(begun.startswith(head) or head.startswith(begun) for head in heads)
 
     def read_block(self, text: str, start: int, at: int, tools: Sequence[Mapping[str, Any]]) -> Block | None:
         opening = self._start.match(text, start)
@@ -112,7 +123,10 @@ class _Reader:
             at = start
         if self._place == "python":
             return self._read_python(text, at)
-        found = self._read_objects(text, at) if self._calls.is_object else self._read_calls(text, at, tools)
+        try:
+            found = self._read_objects(text, at) if self._calls.is_object else self._read_calls(text, at, tools)
+        except RecursionError:
+            return None
         if found is None:
             return None
         calls, place = found
@@ -162,7 +176,7 @@ class _Reader:
             tail = self._tail.match(text, read[1]) if read else None
             call = to_call(head["name"], read[0]) if read else None
             if tail is None or call is None:
-                return None
+                return (calls, at) if calls and not self._calls.end_tag else None
             calls.append(call)
             at = tail.end()
             place = _next_place(text, at) if self._calls.between is not None else None

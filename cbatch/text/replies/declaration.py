@@ -84,6 +84,11 @@ class Calls:
         return self.call[: found.start()], found[1], self.call[found.end() :]
 
     @property
+    def bare_opening(self) -> str:
+        """What models write in front of calls if they leave out what they may."""
+        return self.opening if self.opening.startswith(self.bare) else ""
+
+    @property
     def is_object(self) -> bool:
         return re.match(r'\{\s*"', self.call) is not None
 
@@ -141,6 +146,6 @@ class ReplyFormat:
 
     def describe(self) -> str:
         """One line for people."""
-        parts = [f"{self.reasoning.opening.strip()} reasoning"] if self.reasoning is not None else []
-        parts += ["tool calls"] if self.calls is not None else []
-        return self.name + (f" ({', '.join(parts)})" if parts else "")
+        parts = [f"{self.reasoning.opening} reasoning"] if self.reasoning is not None else []
+        parts += [f"tool calls as {self.name}"] if self.calls is not None else []
+        return ", ".join(parts) or "text alone"

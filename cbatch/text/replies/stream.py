@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from cbatch.base.outputs import FinishReason, ToolCall
@@ -142,7 +143,7 @@ class OutputStream:
         pieces, calls, was_cut = find_calls(rest, self._calls, self._tools, is_cut=is_cut)
         if self._format.headers or self._format.dropped:
             for piece in pieces:
-                inner = OutputStream(self._format)
+                inner = OutputStream(replace(self._format, lead=""))
                 new, last = inner.push(piece), inner.finish("length" if is_cut else None).delta
                 for kind, text in (("text", new.text + last.text), ("reasoning", new.reasoning + last.reasoning)):
                     self._starts_piece = True

@@ -1,0 +1,175 @@
+"""Each declared format: its template is recognized, and its replies come apart, however they are cut."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cbatch.base.config import REPLY_FORMATS, EngineConfig
+from cbatch.base.errors import ConfigError
+from cbatch.sample.structured.lark import ToolCallGrammar
+from cbatch.text.replies.formats import find_format, reply_formats
+from cbatch.text.replies.stream import NO_TEXT, NOT_CLOSED, OutputStream
+from tests.support.replies import LOOK_TOOLS, REPLIES
+from tests.support.tool_calls import ParsedOutput, parse, streamed
+
+each = pytest.mark.parametrize("name", REPLIES)
+THINKING = [name for name, reply in REPLIES.items() if reply.reasoning]
+CALLING = [name for name, reply in REPLIES.items() if reply.calls]
+FORCIBLE = [name for name in CALLING if (calls := reply_formats()[name].calls) is not None and calls.is_forcible]
+
+
+def test_every_format_has_a_reply() -> None:
+    """Guards a declaration that nothing tests, and a name that the option does not take."""
+    assert set(REPLIES) == set(reply_formats()) == set(REPLY_FORMATS) - {"auto"}
+    with pytest.raises(ConfigError, match=r"There is no reply format 'qwen'; choose auto, .*qwen3"):
+        EngineConfig(reply_format="qwen")
+
+
+@each
+def test_a_template_shows_its_format(name: str) -> None:
+    """Guards against reading a family as another one that its template resembles."""
+    made, reply = find_format(REPLIES[name].shown), REPLIES[name]
+    assert made.name == name
+    assert (made.reasoning is not None) == (reply.reasoning is not None)
+    assert made.describe() and made.calls == reply_formats()[name].calls
+
+
+@each
+def test_replies_come_apart(name: str) -> None:
+    """Guards every piece of every format: markup in the text, and arguments of the wrong type."""
+    reply = REPLIES[name]
+    made = find_format(reply.shown)
+    expected = ParsedOutput(reply.text, reply.reasoning, reply.calls)
+    assert parse(made, reply.written, tools=LOOK_TOOLS) == expected
+    assert streamed(OutputStream(made, tools=LOOK_TOOLS), list(reply.written)) == expected
+    for at in range(len(reply.written)):
+        assert streamed(OutputStream(made, tools=LOOK_TOOLS), [reply.written[:at], reply.written[at:]]) == expected
+
+
+@each
+def test_a_reply_that_is_cut_off_shows_no_markup(name: str) -> None:
+    """Guards whoever reads an output that `max_tokens` ends, at whatever character: no half of a call, no tag."""
+    reply = REPLIES[name]
+    made = find_format(reply.shown)
+    for at in range(len(reply.written)):
+        cut = parse(made, reply.written[:at], tools=LOOK_TOOLS, reason="length")
+        assert streamed(OutputStream(made, tools=LOOK_TOOLS), list(reply.written[:at]), "length") == cut
+        assert reply.text.startswith(cut.text.strip()) and (reply.reasoning or "").startswith(cut.reasoning or "")
+        assert cut.tool_calls == reply.calls[: len(cut.tool_calls)] and cut.note is None
+
+
+@each
+def test_without_tools_no_calls_are_looked_for(name: str) -> None:
+    """Guards the reasoning and the text of a plain question, and against calls that nobody can run."""
+    reply = REPLIES[name]
+    answer = parse(find_format(reply.shown), reply.written)
+    assert (answer.tool_calls, answer.reasoning) == ((), reply.reasoning)
+    assert answer.text.strip().startswith(reply.text)
+
+
+@pytest.mark.parametrize("name", THINKING)
+def test_a_call_inside_reasoning_is_reasoning(name: str) -> None:
+    """Guards against running what a model only thinks about."""
+    reply = REPLIES[name]
+    made = find_format(reply.shown)
+    assert made.reasoning is not None and reply.reasoning is not None
+    opening, middle, rest = reply.written.partition(reply.reasoning)
+    call = REPLIES["qwen3"].written.rpartition("<tool_call>")[2]
+    answer = parse(made, f"{opening}hm <tool_call>{call} so{rest}", tools=LOOK_TOOLS)
+    assert (answer.text, answer.tool_calls) == (reply.text, reply.calls)
+    assert answer.reasoning == f"hm <tool_call>{call} so" and middle
+
+
+@pytest.mark.parametrize("name", THINKING)
+def test_reasoning_that_is_not_closed_is_said(name: str) -> None:
+    """Guards an answer that is taken for reasoning because the model forgot the tag that its template wants."""
+    reply = REPLIES[name]
+    made = find_format(reply.shown)
+    assert reply.reasoning is not None
+    begun = reply.written[: reply.written.index(reply.reasoning)] + "hm, yes"
+    assert parse(made, begun) == ParsedOutput("", "hm, yes", (), NO_TEXT)
+    assert parse(made, begun, reason="length") == ParsedOutput("", "hm, yes", ())
+    for parts in (["hm, yes"], list("hm, yes")):
+        stream = OutputStream(made, is_thinking=True)
+        assert "".join(stream.push(part).reasoning for part in parts) == "hm, yes"
+        end = stream.finish("stop")
+        assert (end.delta.text, end.delta.reasoning, end.note, end.is_all_text) == ("hm, yes", "", NOT_CLOSED, True)
+    assert parse(made, "hm, yes", is_thinking=True, reason="length") == ParsedOutput("", "hm, yes", ())
+    assert parse(made, "", is_thinking=True).note is None
+
+
+@pytest.mark.parametrize("name", FORCIBLE)
+def test_forced_calls_are_read_back(name: str) -> None:
+    """Guards the grammar of each format: whatever a model draws is calls of its tools, with arguments that fit."""
+    llguidance = pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
+    functions = [(one["function"]["name"], one["function"]["parameters"]) for one in LOOK_TOOLS]
+    grammar, made = ToolCallGrammar(name, True, False, functions).to_lark(lambda tag: None), reply_formats()[name]
+    tokenizer = llguidance.LLTokenizer("byte")
+    for seed in range(4):
+        draw, matcher, written = random.Random(seed), llguidance.LLMatcher(tokenizer, grammar, log_level=0), bytearray()
+        assert not matcher.is_error(), matcher.get_error()
+        while not (matcher.is_accepting() and draw.random() < 0.6) and len(written) < 3000:
+            allowed = [byte for byte, mask in enumerate(matcher.compute_logit_bias()[:256]) if mask]
+            if not allowed:
+                break
+            written.append(draw.choice([byte for byte in allowed if 32 <= byte < 127] or allowed))
+            matcher.consume_token(written[-1])
+        answer = parse(made, written.decode(), tools=LOOK_TOOLS)
+        assert answer.tool_calls and not answer.text.strip(), written
+        assert {call.name for call in answer.tool_calls} <= {"look", "now"}
+        for call in answer.tool_calls:
+            given = json.loads(call.arguments)
+            assert (given == {}) if call.name == "now" else (len(given.pop("place")) <= 8)
+            assert given.pop("floor", 0) in range(100) and given.pop("deep", True) in (True, False) and not given
+
+
+def fragments(name: str) -> list[str]:
+    """The tags of a format and what stands between them in its reply."""
+    return [one for one in re.split(r"(<[^<>]*>|\[/?[A-Z_ ]+\]|◁[^▷]*▷|\n)", REPLIES[name].written) if one]
+
+
+@st.composite
+def garbled(draw: st.DrawFn) -> tuple[str, list[str]]:
+    """A format, and a text of its fragments in any order, in parts."""
+    name = draw(st.sampled_from(sorted(REPLIES)))
+    some = st.sampled_from(fragments(name)) | st.text(max_size=3)
+    whole = st.builds(lambda at, rest: REPLIES[name].written[:at] + rest, st.integers(0, 400), some)
+    text = draw(st.lists(some, max_size=12).map("".join) | whole)
+    places = draw(st.lists(st.integers(0, len(text)), max_size=6))
+    return name, [text[start:end] for start, end in pairwise([0, *sorted(places), len(text)])]
+
+
+@settings(max_examples=400, deadline=None)
+@given(garbled(), st.booleans(), st.sampled_from([None, LOOK_TOOLS]), st.sampled_from(["stop", "length", None]))
+def test_any_text_is_the_same_however_it_is_cut(
+    written: tuple[str, list[str]], is_thinking: bool, tools: Any, reason: Any
+) -> None:
+    """Guards against text that depends on where tokens end, and against an error for what a model writes."""
+    name, parts = written
+    made, text = reply_formats()[name], "".join(parts)
+    whole = parse(made, text, is_thinking=is_thinking, tools=tools, reason=reason)
+    for cut in (parts, list(text)):
+        assert streamed(OutputStream(made, is_thinking=is_thinking, tools=tools), cut, reason) == whole
+    assert all(isinstance(json.loads(call.arguments), dict) for call in whole.tool_calls)
+
+
+@each
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_long_outputs_take_time_in_proportion(name: str, reason: Any) -> None:
+    """Guards a run against minutes for one output that repeats a piece of markup."""
+    made, start = reply_formats()[name], time.process_time()
+    for part in dict.fromkeys([*fragments(name), REPLIES[name].written]):
+        stream = OutputStream(made, tools=LOOK_TOOLS)
+        for _ in range(200):
+            stream.push(10 * part)
+        stream.finish(reason)
+    assert time.process_time() - start < 5
