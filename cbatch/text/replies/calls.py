@@ -112,9 +112,9 @@ class _Reader:
             return False
         if not calls.bare or begun:
             return True
-        begun, before = "".join(text.split()), self._calls.bare_opening + self._calls.parts[0].partition("{name}")[0]
+        written, before = "".join(text.split()), calls.bare_opening + calls.parts[0].partition("{name}")[0]
         heads = ["".join((before + tool["function"]["name"]).split()) for tool in tools]
-        return any(begun.startswith(head) or head.startswith(begun) for head in heads)
+        return any(written.startswith(head) or head.startswith(written) for head in heads)
 
     def read_block(self, text: str, start: int, at: int, tools: Sequence[Mapping[str, Any]]) -> Block | None:
         opening = self._start.match(text, start)
@@ -142,7 +142,8 @@ class _Reader:
     def _read_objects(self, text: str, at: int) -> tuple[list[ToolCall], int] | None:
         """JSON: calls one after another, or a list of them. If one item is not a call, all of it is none."""
         calls, place = list[ToolCall](), at
-        while (parsed := json_at(text, place)) is not None:
+        # The decoder's error counts lines from the beginning of the text.
+        while text.startswith(("{", "["), place) and (parsed := json_at(text, place)) is not None:
             values = parsed[0] if isinstance(parsed[0], list) else [parsed[0]]
             new = [call for value in values if (call := self._of_object(value))]
             if not new or len(new) != len(values):

@@ -13,6 +13,9 @@ from cbatch.text.detokenizer import partial_match_length
 from cbatch.text.replies.calls import find_calls
 from cbatch.text.replies.declaration import ReplyFormat
 
+Kind = Literal["text", "reasoning"]
+KINDS: tuple[Kind, Kind] = ("text", "reasoning")
+
 MAX_HEADER = 200
 """Most characters of a header. What is longer is none."""
 
@@ -69,8 +72,9 @@ class OutputStream:
         self._tools = tools or ()
         self._calls = reply_format.calls if tools else None
         self._opened_by_template = is_thinking and reply_format.reasoning is not None
-        self._text = self._reasoning = ""  # for the next delta
-        self._has_text = self._has_reasoning = self._starts_piece = False
+        self._new_pieces: dict[str, list[str]] = {"text": [], "reasoning": []}  # for the next delta
+        self._has = {"text": False, "reasoning": False}
+        self._starts_piece = False
         self._given = list[str]()  # all reasoning that was given
         self._partial = ""  # what is held back and may become a tag, with white space in front of it
         self._rest: list[str] | None = None  # everything from the first call on
@@ -119,45 +123,38 @@ class OutputStream:
         return Ending(delta, tuple(calls[number:] if known else calls), note, is_all_text)
 
     def _new(self) -> ParsedDelta:
-        text, shown_text = _without_shown(self._text, self._shown_before.text)
-        reasoning, shown_reasoning = _without_shown(self._reasoning, self._shown_before.reasoning)
+        text, reasoning = map("".join, self._new_pieces.values())
+        text, shown_text = _without_shown(text, self._shown_before.text)
+        reasoning, shown_reasoning = _without_shown(reasoning, self._shown_before.reasoning)
         self._shown_before = ParsedDelta(shown_text, shown_reasoning)
-        self._text = self._reasoning = ""
+        self._new_pieces = {"text": [], "reasoning": []}
         self._given.append(reasoning)
         return ParsedDelta(text, reasoning)
 
-    def _add(self, kind: Literal["text", "reasoning"], piece: str) -> None:
+    def _add(self, kind: Kind, piece: str) -> None:
         """Adds to what can be shown. A further piece of the same kind begins on a line of its own."""
-        if not piece:
-            return
-        has_some = self._has_text if kind == "text" else self._has_reasoning
-        piece = "\n" + piece if self._starts_piece and has_some else piece
-        self._starts_piece = False
-        if kind == "text":
-            self._text, self._has_text = self._text + piece, True
-        else:
-            self._reasoning, self._has_reasoning = self._reasoning + piece, True
+        if piece:
+            self._new_pieces[kind] += ["\n" if self._starts_piece and self._has[kind] else "", piece]
+            self._has[kind], self._starts_piece = True, False
 
     def _finish_calls(self, rest: str, *, is_cut: bool) -> list[ToolCall]:
         assert self._calls is not None
         pieces, calls, was_cut = find_calls(rest, self._calls, self._tools, is_cut=is_cut)
-        if self._format.headers or self._format.dropped:
+        if self._format.headers or (self._format.dropped and (calls or was_cut)):
             for piece in pieces:
                 inner = OutputStream(replace(self._format, lead=""))
                 new, last = inner.push(piece), inner.finish("length" if is_cut else None).delta
-                for kind, text in (("text", new.text + last.text), ("reasoning", new.reasoning + last.reasoning)):
+                for kind in KINDS:
+                    text = getattr(new, kind) + getattr(last, kind)
                     self._starts_piece = True
-                    self._add("text" if kind == "text" else "reasoning", text.strip() if calls else text)
+                    self._add(kind, text.strip() if calls else text)
         elif calls or was_cut:
             self._add("text", (self._partial + pieces[0]).rstrip() if pieces[0].strip() else "")
             for piece in pieces[1:]:
                 self._starts_piece = True
                 self._add("text", piece.strip())
         else:
-            self._add(
-                "text",
-                self._partial + rest if self._has_text else (self._partial + rest).removeprefix(self._format.lead),
-            )
+            self._add("text", self._partial + rest.removeprefix("" if self._has["text"] else self._format.lead))
         return calls
 
     def _kind_of(self, tag: str) -> Literal["calls", "reasoning", "wrapper", "dropped"]:
@@ -172,7 +169,7 @@ class OutputStream:
         return "wrapper" if made.wrapper and tag == made.wrapper[0] else "dropped"
 
     def _split(self) -> Generator[None, str | None]:
-        """Adds to `_text` and `_reasoning` what can be shown. Gets the output delta by delta, and None at the end."""
+        """Adds what can be shown. Gets the output delta by delta, and None at the end."""
         made, calls, text = self._format, self._calls, self._format.lead
         opening = [made.reasoning.opening] if made.reasoning is not None and not made.headers else []
         wrapper = list(made.wrapper[:1] if made.wrapper else ())
@@ -221,7 +218,7 @@ class OutputStream:
             self._is_open = kind == "reasoning"
             if kind == "wrapper" and made.wrapper:
                 tags = [*tags, made.wrapper[1]]
-            firsts = [*(wrapper if is_closing else ()), *(bare if not self._has_text else ())]
+            firsts = [*(wrapper if is_closing else ()), *(bare if not self._has["text"] else ())]
             self._starts_piece = True
             text = yield from _after_line_breaks(text)
 
