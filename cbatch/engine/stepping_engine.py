@@ -271,7 +271,14 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         if tokenizer is not None and params.stop:
             detokenizer = tokenizer.detokenizer(request.prompt_ids, params, request.tags)
         if tokenizer is not None and request.grammar is not None:
-            form = GrammarState(request.grammar, request.stop_ids, request.max_new_tokens, closes=params.close_forms)
+            may_choose = params.allowed_token_ids is None  # else a token that is not allowed could be forced
+            form = GrammarState(
+                request.grammar,
+                request.stop_ids,
+                request.max_new_tokens,
+                closes=params.close_forms and may_choose,
+                forces=may_choose,
+            )
         guide: OutputGuide | None = form
         has_budget = request.is_reply and params.thinking_budget is not None
         if tokenizer is not None and tokenizer.reasoning_end and (request.is_thinking if form else has_budget):

@@ -167,6 +167,16 @@ def test_an_end_token_must_be_allowed_too() -> None:
     assert whole.logprobs == answer.logprobs == [*cut.logprobs[: len(text)], answer.logprobs[-1]]
 
 
+def test_text_that_a_form_forces_is_spelt_in_allowed_tokens() -> None:
+    """Guards allowed tokens against those that the tokenizer would take for the text of a form."""
+    pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
+    tokenizer = demo().tokenizer
+    assert tokenizer is not None
+    letters = [token for letter in "then " if (token := tokenizer.backend.token_to_id(letter.replace(" ", "Ġ")))]
+    made = demo().generate("Hi", SamplingParams(choice=["then the hen"], allowed_token_ids=letters, max_tokens=20))
+    assert made.error is None and made.text == "then the hen" and set(made.token_ids) <= set(letters)
+
+
 def test_allowed_tokens_and_a_constraint_hold_at_once() -> None:
     """Guards a constraint that the list narrows, ends without an end token, or cannot meet."""
     engine, encode = demo(), demo().tokenizer.encode  # type: ignore[union-attr]

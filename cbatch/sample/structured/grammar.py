@@ -95,12 +95,19 @@ class GrammarState:
     needs_mask, is_over, successor = True, False, None
 
     def __init__(
-        self, grammar: CompiledGrammar, stop_ids: Collection[int], budget: int = NO_BUDGET, *, closes: bool = False
+        self,
+        grammar: CompiledGrammar,
+        stop_ids: Collection[int],
+        budget: int = NO_BUDGET,
+        *,
+        closes: bool = False,
+        forces: bool = True,
     ) -> None:
         """
         stop_ids:    tokens that end the output; allowed when it may end
         budget:      most tokens of the output
         closes:      end the form before the budget ends
+        forces:      write text that the form forces as the tokenizer does; otherwise the model may cut it as it likes
         """
         self.vocab_size = grammar.vocab_size
         self.error: str | None = None
@@ -112,6 +119,7 @@ class GrammarState:
         self._matcher = grammar.matcher.deep_copy()  # shares no mutable state: others do not use up its limits
         self._is_ended = self.is_cut = False
         self._queue: deque[int] = deque()
+        self._forces = forces
         self._closes, self._left = closes and grammar.shortest is not None, budget
         self._closing = grammar.shortest if self._closes else None
         """A way to the end from here; None if none is known."""
@@ -228,7 +236,7 @@ class GrammarState:
     def _find_forced(self) -> None:
         """Queues the tokens of the text that is forced next. What depends on the text after it is left out."""
         # A copy, because the library can compute no mask after forced bytes that stand for a special token.
-        text = self._matcher.deep_copy().compute_ff_bytes() if self.error is None else b""
+        text = self._matcher.deep_copy().compute_ff_bytes() if self._forces and self.error is None else b""
         if not text:
             return
         tokens = self._grammar.tokens_of(text)
