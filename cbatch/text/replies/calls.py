@@ -183,8 +183,9 @@ class _Reader:
             place = _next_place(text, at) if self._calls.between is not None else None
         return (calls, at) if calls else None
 
-    def _arguments_at(self, text: str, at: int, schema: Mapping[str, Any]) -> tuple[dict[str, Any], int] | None:
-        arguments, properties = dict[str, Any](), schema.get("properties")
+    def _arguments_at(self, text: str, at: int, schema: Mapping[str, Any]) -> tuple[Any, int] | None:
+        """The arguments from a place on, or the items of a list, and where they end."""
+        arguments, items, properties = dict[str, Any](), list[Any](), schema.get("properties")
         properties = properties if isinstance(properties, dict) else {}
         while parameter := self._parameter.match(text, at):
             key = parameter["key"]
@@ -192,15 +193,17 @@ class _Reader:
             if end is None:
                 return None
             value, kind = text[parameter.end() : end.start()], parameter.groupdict().get("kind")
-            own = resolve(properties.get(key), schema)
+            own = resolve(properties.get(key, schema.get("items")), schema)
             inner = self._arguments_at(value, 0, {**schema, **own}) if self._calls.nests else None
             if inner is not None and inner[0] and not value[inner[1] :].strip():
                 arguments[key] = inner[0]
             else:
                 is_text = is_written_as_text(own) if not kind else kind == self._calls.kinds[0]
                 arguments[key] = value if is_text else _value(value)
+            items.append(arguments[key])
             at = end.end()
-        return arguments, at
+        is_list = self._calls.nests and arguments.keys() == {"item"}
+        return (items if is_list else arguments), at
 
     def _read_python(self, text: str, at: int) -> Block | None:
         end = text.find(self._calls.end_tag, at) if self._calls.end_tag else -1

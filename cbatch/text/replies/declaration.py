@@ -56,7 +56,7 @@ class Calls:
     head:             reads what stands in front of the arguments instead of `call`: a regular expression, with {name}
     ids:              what an id is made of, as a regular expression
     kinds:            the words at `{kind}` for text and for JSON
-    nests:            a value may be made of parameters, too
+    nests:            a value may be made of parameters, too; those called `item` are a list
     is_forcible:      whether a model can be made to write such a call
     also:             other forms that are read in such a block
     """

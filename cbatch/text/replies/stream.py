@@ -175,7 +175,9 @@ class OutputStream:
         wrapper = list(made.wrapper[:1] if made.wrapper else ())
         bare = [calls.bare] if calls is not None and calls.bare else []
         tags = [*made.headers, *made.dropped, *(calls.tags if calls is not None and not made.headers else ())]
-        self._is_open, firsts = self._opened_by_template, [*opening, *wrapper, *bare, *made.first]
+        # A model that does not reason may close what nothing has opened.
+        unopened = [made.reasoning.closing] if made.reasoning is not None else []
+        self._is_open, firsts = self._opened_by_template, [*opening, *unopened, *wrapper, *bare, *made.first]
         if self._is_open:
             finder = _TagFinder((), opening, made)  # which the model may write once more
             tag = None
