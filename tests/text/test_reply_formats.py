@@ -7,12 +7,14 @@ import random
 import re
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cbatch
 from cbatch.base.config import REPLY_FORMATS, EngineConfig
 from cbatch.base.errors import ConfigError
 from cbatch.sample.structured.lark import ToolCallGrammar
@@ -30,6 +32,13 @@ FORCIBLE = [name for name in CALLING if (calls := reply_formats()[name].calls) i
 def test_every_format_has_a_reply() -> None:
     """Guards a declaration that nothing tests, and a name that the option does not take."""
     assert set(REPLIES) == set(reply_formats()) == set(REPLY_FORMATS) - {"auto"}
+    page = (Path(__file__).parents[2] / "docs" / "replies.md").read_text()
+    assert all(f"| `{name}` | " in page for name in REPLIES)
+    assert Path(cbatch.__file__).with_name("text").joinpath("reply_formats", "seed.toml").read_text() in page
+    unforcible = {name for name in CALLING if name not in FORCIBLE}
+    assert (
+        set(re.findall(r"`([\w.-]+)`", page.partition("in all formats but ")[2].partition(" Where")[0])) == unforcible
+    )
     with pytest.raises(ConfigError, match=r"There is no reply format 'qwen'; choose auto, .*qwen3"):
         EngineConfig(reply_format="qwen")
 
