@@ -122,20 +122,15 @@ class EngineThread:
 
     def stats(self) -> EngineStats:
         """The present work and the totals so far of the engine and of this thread."""
+        since = self._idle_since
         return replace(
             self.engine.stats(),
             num_tokens=self.num_tokens,
             num_retries=self.num_retries,
             num_shrinks=self.num_shrinks,
             last_error=self.last_error,
-            idle_s=self.idle_s,
+            idle_s=self._idle_s + (time.monotonic() - since if since is not None else 0.0),
         )
-
-    @property
-    def idle_s(self) -> float:
-        """Seconds so far in which there was nothing to compute."""
-        since = self._idle_since
-        return self._idle_s + (time.monotonic() - since if since is not None else 0.0)
 
     def _send(self, command: Callable[[], None]) -> None:
         """Takes no lock: a signal handler or a garbage collection may close the engine in the middle of this."""
