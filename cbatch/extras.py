@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,6 @@ from cbatch.base.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 """The folder that holds the package: that of a checkout, or of installed packages."""
-
 
 EXTRAS = {
     "accelerate": ("device-map", "--device-map auto needs"),
@@ -29,18 +29,11 @@ EXTRAS = {
 """For each package, the extra of `pyproject.toml` that brings it, and what it is for: the beginning of a sentence."""
 
 
-def is_installed(package: str) -> bool:
-    """Whether a package can be imported. Does not import it."""
-    try:
-        return find_spec(package) is not None
-    except ValueError:  # it is loaded, and does not say from where
-        return True
-
-
 def require_package(package: str) -> None:
-    """Raises ConfigError if one of the packages of EXTRAS is missing."""
-    if not is_installed(package):
-        raise ConfigError(missing_package(package))
+    """Raises ConfigError if one of the packages of EXTRAS is missing. Does not import it."""
+    with suppress(ValueError):  # it is loaded, and does not say from where
+        if find_spec(package) is None:
+            raise ConfigError(missing_package(package))
 
 
 def missing_package(package: str, use: str = "") -> str:

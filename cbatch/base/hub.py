@@ -126,22 +126,16 @@ def reachable_source(source: str, revision: str | None) -> str:
 
 
 def _cached(source: str, revision: str | None) -> str | None:
-    """Where the local cache has all files of a model of the hub, as a source; None if it does not."""
-    if (file := hub_file(source)) is not None:
-        return source if all(_cached_file(file.repository, name, revision) for name in split_names(file.name)) else None
-    folder = cached_snapshot(source, revision)
-    return str(folder) if folder is not None else None
-
-
-def cached_snapshot(source: str, revision: str | None) -> Path | None:
-    """The folder of a hub model in the local cache, if its configuration and all its weights are there.
+    """Where the local cache has all files of a model of the hub, as a source; None if it does not.
 
     Raises ModelNotFound if `source` cannot be a hub id.
     """
+    if (file := hub_file(source)) is not None:
+        return source if all(_cached_file(file.repository, name, revision) for name in split_names(file.name)) else None
     if (config := _cached_file(source, "config.json", revision)) is None:
         return None
     weights = weight_files(config.parent)
-    return config.parent if weights and all(path.is_file() for path in weights) else None
+    return str(config.parent) if weights and all(path.is_file() for path in weights) else None
 
 
 def _cached_file(repository: str, name: str, revision: str | None) -> Path | None:
