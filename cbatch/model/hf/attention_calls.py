@@ -171,6 +171,11 @@ class AttentionProbe:
         self.devices.append(query.device)
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Takes the place of that of an `IndexView`, too."""
+        self.index_dims.append((indexer_key_states.shape[-1], indexer_key_states.device))
+        return indexer_key_states
+
 
 _current: ContextVar[AttentionCalls | AttentionProbe] = ContextVar("cbatch_step")
 """The current forward pass. It is not a keyword of the model's forward, because not every family passes those on."""

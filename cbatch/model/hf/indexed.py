@@ -44,17 +44,6 @@ class IndexView:
         return gathered[None].to(indexer_key_states.dtype)
 
 
-class _NotingIndex:
-    """Takes the place of an `IndexView` in the probe of a model, and notes how wide its keys are."""
-
-    def __init__(self, probe: AttentionProbe) -> None:
-        self._probe = probe
-
-    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
-        self._probe.index_dims.append((indexer_key_states.shape[-1], indexer_key_states.device))
-        return indexer_key_states
-
-
 def serve_indexers(network: Any, config: Any, device: torch.device) -> None:
     """Makes the indexers of a network run sequence by sequence. Raises ModelError if it has none that can be served."""
     ids = torch.arange(4, device=device)[None] % config.vocab_size
@@ -74,7 +63,7 @@ def _serve(module: Any, parameter: str, number: int) -> None:
 
     def run(current: Any, original: Callable[..., Any], given: dict[str, Any], tokens: int) -> Any:
         if isinstance(current, AttentionProbe):
-            return original(**given | {parameter: _NotingIndex(current)})
+            return original(**given | {parameter: current})
         device = next(value.device for value in given.values() if isinstance(value, Tensor))
         metadata, chosen = current.metadata_on(device), []
         for sequence in metadata.sequences:
