@@ -131,19 +131,13 @@ class Model(Protocol):
     layers: list[LayerShape]
     windows: list[int | None]
     layer_devices: list[torch.device]
+    states: list[StateShape]
+    state_devices: list[torch.device]
+    chunk_multiple: int
     has_own_threads: bool
 
     @property
     def batch_invariant(self) -> bool: ...
-
-    @property
-    def states(self) -> list[StateShape]: ...
-
-    @property
-    def state_devices(self) -> list[torch.device]: ...
-
-    @property
-    def chunk_multiple(self) -> int: ...
 
     @property
     def num_parameters(self) -> int: ...

@@ -30,7 +30,6 @@ from cbatch.kernels.cpu.recurrent import NO_RECURRENCE, Recurrence, new_recurren
 from cbatch.kernels.cpu.tensors import as_array, block_shapes, element_of, fits, paged_caches_of
 from cbatch.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.kernels.formats import FORMATS
-from cbatch.model.base import LinearCost
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.lora.cpu import CpuAdapters
 from cbatch.model.lora.sites import sites_of
@@ -86,6 +85,9 @@ class CpuModel(ProgramModel):
         except (TypeError, ValueError, OverflowError) as error:  # what unexpected values of a config.json cause
             raise UnsupportedConfig(f"its config.json is unusual ({error})") from error
         self._weights = packed.load(tensors, shared)
+        self.weight_bytes = sum(array.nbytes for array in self._weights if isinstance(array, np.ndarray))
+        self.linear_cost = program.linear_cost(self._weights.matrices.nbytes)
+        self.left_bytes = packed.left_bytes
         self._thread_pool = shared_thread_pool(num_threads())
         self._element = element_of(dtype)
         calls = [operation for operation in program.operations if isinstance(operation, Attend)]
@@ -125,19 +127,6 @@ class CpuModel(ProgramModel):
         bits = 8 * self.weight_bytes / self.num_parameters
         formats = ", ".join(sorted(FORMATS[format] for format in self.formats))
         return f"{bits:.2f} bits a weight ({formats}), multiplied with {self.quantization.activations} activations"
-
-    @property
-    def left_bytes(self) -> int:
-        """Bytes of a number of a row that is multiplied with quantized weights."""
-        return self._packed.left_bytes
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(array.nbytes for array in self._weights if isinstance(array, np.ndarray))
-
-    @property
-    def linear_cost(self) -> LinearCost:
-        return self.program.linear_cost(self._weights.matrices.nbytes)
 
     def forward(self, batch: RaggedBatch, kv_cache: KVCache, attention: AttentionBackend) -> Logits:
         """Logits [R, vocabulary] float32 of the wanted rows, valid until the next step."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from cbatch.attention.base import AttentionBackend
 from cbatch.base.quantization import STORED, Quantization
 from cbatch.kernels.operands import Addend, Recurrence
-from cbatch.model.base import DeviceInputs, HiddenStates, LinearCost
+from cbatch.model.base import DeviceInputs, HiddenStates
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.device_weights import DeviceWeights
 from cbatch.model.float8 import Float8Use, activations_in, float8_problem
@@ -26,7 +26,7 @@ from cbatch.model.lora.device import DeviceAdapters
 from cbatch.model.lora.sites import sites_of
 from cbatch.model.lora_files import Adapter
 from cbatch.model.ops.device_kernel import DeviceOps, by_triton
-from cbatch.model.ops.device_plan import DeviceHead, DevicePlan
+from cbatch.model.ops.device_plan import DevicePlan
 from cbatch.model.ops.products import finish_logits, logits
 from cbatch.model.ops.residual import select_and_norm
 from cbatch.model.program_model import ProgramModel
@@ -87,6 +87,9 @@ class CudaModel(ProgramModel):
         tied = self.program.head if self.program.head.parts == (self.program.embedding,) else None
         weights = DeviceWeights(tensors, dtype, device, quantize, tied, self.float8)
         self._on_device = DevicePlan(self.program, weights)
+        self.head = self._on_device.head
+        self.weight_bytes = sum(weight.nbytes for weight in weights.loaded)
+        self.linear_cost = self.program.linear_cost(sum(matrix.nbytes for matrix in weights.matrices))
         self._adapters: DeviceAdapters | None = None
         if quantize is not None:
             activations = "fp8" if self.float8.rounded else activations_in(dtype)
@@ -116,14 +119,6 @@ class CudaModel(ProgramModel):
     @property
     def has_adapters(self) -> bool:
         return self._adapters is not None
-
-    @property
-    def weight_bytes(self) -> int:
-        return self._on_device.weight_bytes
-
-    @property
-    def linear_cost(self) -> LinearCost:
-        return self.program.linear_cost(self._on_device.matrix_bytes)
 
     @property
     def capturable(self) -> CudaModel:
@@ -173,10 +168,6 @@ class CudaModel(ProgramModel):
         if len(rows) == 0:  # chunks of prompts only: a kernel cannot be launched for no rows
             return hidden.residual.new_empty(0, self.vocab_size)
         return self.finished(logits(self.ops, self.head_input(hidden, rows), self.head.lm_head, out))
-
-    @property
-    def head(self) -> DeviceHead:
-        return self._on_device.head
 
     def head_input(self, hidden: HiddenStates, rows: Tensor) -> Tensor:
         """The rows that are multiplied with the matrix of the head, [R, hidden size]."""

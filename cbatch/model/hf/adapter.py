@@ -57,7 +57,6 @@ from cbatch.model.lora_files import Adapter
 from cbatch.runtime.batch import Logits, RaggedBatch
 from cbatch.runtime.device import has_bfloat16, samples_on
 from cbatch.runtime.kv_cache import KVCache, LayerShape
-from cbatch.runtime.state_pool import StateShape
 
 ATTENTION_NAME = "cbatch"
 PROBE_NAME = "cbatch_probe"
@@ -125,28 +124,13 @@ class TransformersModel:
             check_config(network.config, self.config)
             self._attention_name = self._serve_indexers()
             self._recurrent = self._serve_recurrent_layers()
+            self.states, self.state_devices = self._recurrent.shapes, self._recurrent.devices
+            self.chunk_multiple = chunk_multiple(self.config, self._recurrent)
             self.layers, self.windows, self.layer_devices = self._probe()
         except ModelError as error:
             raise ModelError(f"{self.name} is not supported: {error}.") from error
         except Exception as error:  # whatever a model's own code raises
             raise ModelError(f"{self.name} is not supported: it fails on a ragged batch ({error}).") from error
-
-    @property
-    def states(self) -> list[StateShape]:
-        return self._recurrent.shapes
-
-    @property
-    def state_devices(self) -> list[torch.device]:
-        return self._recurrent.devices
-
-    @property
-    def chunk_multiple(self) -> int:
-        return chunk_multiple(self.config, self._recurrent)
-
-    @property
-    def has_index(self) -> bool:
-        """Whether indexers keep keys of their own, which only the reference of attention serves."""
-        return len(self.layers) > len(self.windows)
 
     def go_on_by_token(self) -> bool:
         """Gives its recurrent layers prompts that go on from a state token by token; False if that changes nothing."""
@@ -183,7 +167,8 @@ class TransformersModel:
     @cached_property
     def capturable(self) -> CapturableNetwork | None:
         """Its decoder and its head by themselves, if together they are the network; see `CapturableNetwork`."""
-        if self._is_emulated or self.states or self.has_index or len({self.device, *self.layer_devices}) > 1:
+        has_index = len(self.layers) > len(self.windows)  # whose keys only the reference of attention serves
+        if self._is_emulated or self.states or has_index or len({self.device, *self.layer_devices}) > 1:
             return None
         return CapturableNetwork.of(self, self._network)
 

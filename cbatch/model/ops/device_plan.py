@@ -146,15 +146,6 @@ class DevicePlan:
             if run is not None:
                 self.calls.append(run)
 
-    @property
-    def weight_bytes(self) -> int:
-        return sum(weight.nbytes for weight in self.weights.loaded)
-
-    @property
-    def matrix_bytes(self) -> int:
-        """Of the weights that every step reads."""
-        return sum(matrix.nbytes for matrix in self.weights.matrices)
-
     def new_step(
         self,
         ops: DeviceOps,
