@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from cbatch.kernels.formats import GROUP, INT4, INT4_ZEROS, INT8, ON_CPU, ON_GPU
 from cbatch.model.base import Model
 from cbatch.model.weight import Matrix, Weight
 from cbatch.runtime.device import is_accelerator
+from cbatch.runtime.memory import MappedFiles
 
 _log = logging.getLogger("cbatch")
 
@@ -82,23 +83,13 @@ class StoredMatrix(ABC):
         return set()
 
 
-class WeightFiles(Protocol):
-    """The files that weights are read from."""
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    def drop_pages(self) -> None:
-        """Gives back the memory of what has been read."""
-
-
 class StoredWeights(Mapping[str, Tensor]):
     """Named weights, of which some are integers in the files. As a mapping they are numbers, made when they are read.
 
     description: the formats in the files, for people; empty if somebody else says it
     """
 
-    def __init__(self, matrices: Mapping[str, StoredMatrix], files: WeightFiles, description: str = "") -> None:
+    def __init__(self, matrices: Mapping[str, StoredMatrix], files: MappedFiles, description: str = "") -> None:
         self.matrices = matrices
         self.description = description
         self._files = files

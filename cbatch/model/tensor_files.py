@@ -13,13 +13,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from cbatch.base.model_files import InvalidFile, weight_files
-from cbatch.runtime.memory import drop_mapped_pages
+from cbatch.runtime.memory import MappedFiles
 
 _READS_BETWEEN_DROPS = 256
 """Packing reads a tensor for each piece of about a megabyte."""
-
-_BYTES_BETWEEN_DROPS = 2**24
-"""Bytes of the files that may stay in memory beside packed weights, where parts of tensors are read."""
 
 
 class TensorHeader(NamedTuple):
@@ -32,28 +29,24 @@ class TensorHeader(NamedTuple):
         return f"{self.type} [{', '.join(map(str, self.shape))}]"
 
 
-class Tensors(Mapping[str, Tensor]):
-    """The tensors of a folder's safetensors files by name, each read when it is asked for.
-
-    The files are mapped. What has been read is dropped from time to time, so that a process need not hold a model and
-    its packed weights at once; a tensor that is still in use reads its numbers again.
-    """
+class Tensors(MappedFiles, Mapping[str, Tensor]):
+    """The tensors of a folder's safetensors files by name, each read when it is asked for."""
 
     def __init__(self, folder: Path) -> None:
         """Raises InvalidFile for a file that is missing, and SafetensorError for one that is damaged."""
+        super().__init__(tuple(weight_files(folder)))
         self.folder = folder
-        self._paths = list(weight_files(folder))
-        for path in self._paths:
+        for path in self.paths:
             if not path.is_file():  # opening a pipe would wait for its writer
                 raise InvalidFile(f"There is no file {path}.")
-        files = [safe_open(path, framework="pt") for path in self._paths]
+        files = [safe_open(path, framework="pt") for path in self.paths]
         self._files = {key: file for file in files for key in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
-        self._num_reads = self._bytes_read = 0
+        self._num_reads = 0
 
     def __getitem__(self, name: str) -> Tensor:
         self._num_reads += 1
         if self._num_reads % _READS_BETWEEN_DROPS == 0:
-            drop_mapped_pages(self._paths)
+            self.drop_pages()
         tensor: Tensor = self._files[name].get_tensor(name)  # type: ignore[no-untyped-call]
         return tensor
 
@@ -65,8 +58,7 @@ class Tensors(Mapping[str, Tensor]):
 
     @property
     def num_bytes(self) -> int:
-        """Of all files."""
-        return sum(path.stat().st_size for path in self._paths)
+        return sum(path.stat().st_size for path in self.paths)
 
     def header(self, name: str) -> TensorHeader:
         """Type and shape of a tensor, which is not read for that."""
@@ -85,12 +77,5 @@ class Tensors(Mapping[str, Tensor]):
         else:
             taken = raw.index_select(axis, torch.from_numpy(places))
         size = taken.numel() if axis == 0 else raw.numel()  # columns lie on all pages of a tensor
-        self._bytes_read += size * raw.element_size()
-        if self._bytes_read > _BYTES_BETWEEN_DROPS:
-            self.drop_pages()
+        self.count_read(size * raw.element_size())
         return taken.view(tensor.dtype)
-
-    def drop_pages(self) -> None:
-        """Gives back the memory of what has been read."""
-        self._bytes_read = 0
-        drop_mapped_pages(self._paths)

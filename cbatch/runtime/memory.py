@@ -8,9 +8,10 @@ import mmap
 import os
 import sys
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,35 @@ def drop_mapped_pages(files: Iterable[Path]) -> None:
             if len(fields) == 6 and fields[5] in names and fields[1][3] == "p":
                 first, stop = (int(address, 16) for address in fields[0].split("-"))
                 _system_madvise()(first, stop - first, mmap.MADV_DONTNEED)
+
+
+_BYTES_BETWEEN_DROPS = 2**24
+
+
+@dataclass(eq=False)
+class MappedFiles(ABC):
+    """Files that are mapped. What has been read is dropped from time to time, so that a process need not hold a model
+    and its packed weights at once; what is still in use is read again.
+    """
+
+    paths: tuple[Path, ...]
+    _bytes_read: int = field(default=0, init=False)
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Of all tensors in them."""
+
+    def count_read(self, num_bytes: int) -> None:
+        """Drops what has been read if that is much by now."""
+        self._bytes_read += num_bytes
+        if self._bytes_read > _BYTES_BETWEEN_DROPS:
+            self.drop_pages()
+
+    def drop_pages(self) -> None:
+        """Gives back the memory of what has been read."""
+        self._bytes_read = 0
+        drop_mapped_pages(self.paths)
 
 
 def use_small_pages(memory: NDArray[Any]) -> None:

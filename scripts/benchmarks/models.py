@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from cbatch.model.lora_files import Adapter
 from cbatch.model.stored import Packing, Rows, StoredMatrix, StoredWeights
 from cbatch.runtime.batch import Logits, RaggedBatch
 from cbatch.runtime.kv_cache import KVCache, LayerShape
+from cbatch.runtime.memory import MappedFiles
 from cbatch.runtime.state_pool import StateShape
 from scripts.benchmarks.shapes import Config
 
@@ -84,17 +85,14 @@ class _Numbers(_Float8Matrix):
         return self._tensors[self._name]
 
 
-class _InMemory(NamedTuple):
-    num_bytes: int = 0
-
-    def drop_pages(self) -> None:
-        pass
+class _InMemory(MappedFiles):
+    num_bytes = 0
 
 
 def in_float8(tensors: Mapping[str, Tensor]) -> StoredWeights:
     """Weights of which the matrices of layers are FP8."""
     kinds = {name: _Float8Matrix if name.endswith("_proj.weight") else _Numbers for name in tensors}
-    return StoredWeights({name: kind(tensors, name) for name, kind in kinds.items()}, _InMemory())
+    return StoredWeights({name: kind(tensors, name) for name, kind in kinds.items()}, _InMemory(()))
 
 
 def random_tensors(

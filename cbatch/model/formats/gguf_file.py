@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cbatch.base.model_files import InvalidFile
 from cbatch.model.formats.gguf_blocks import BLOCKS, block_name, values_of
-from cbatch.runtime.memory import drop_mapped_pages
+from cbatch.runtime.memory import MappedFiles
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 
@@ -35,8 +35,6 @@ MAX_STRINGS = 2**21
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_BYTES_BETWEEN_DROPS = 2**24
-"""Bytes of the files that may stay in memory beside packed weights."""
 
 _TYPE = struct.Struct("<I")
 _LENGTH = struct.Struct("<Q")
@@ -84,39 +82,27 @@ class StringArray(Sequence[str]):
         return list(self)[index]
 
 
-@dataclass(slots=True)
-class GgufFile:
+@dataclass(eq=False)
+class GgufFile(MappedFiles):
     """The content of one or several GGUF files of a model.
-
-    What has been read is dropped from memory from time to time, as packed weights take its place.
 
     metadata: numbers, texts, and arrays of either
     headers:  the bytes before the tensors, of each file
     """
 
-    paths: tuple[Path, ...]
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
     headers: tuple[memoryview, ...]
-    _bytes_read: int = 0
 
     def take(self, tensor: GgufTensor, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Some rows of blocks, at least one."""
         first, stop = rows[0], rows[0] + len(rows)
         data = tensor.data[first:stop] if np.array_equal(rows, np.arange(first, stop)) else tensor.data[rows]
-        self._bytes_read += data.nbytes
-        if self._bytes_read > _BYTES_BETWEEN_DROPS:
-            self.drop_pages()
+        self.count_read(data.nbytes)
         return data
-
-    def drop_pages(self) -> None:
-        """Gives back the memory of what has been read."""
-        self._bytes_read = 0
-        drop_mapped_pages(self.paths)
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
         return sum(tensor.data.nbytes for tensor in self.tensors.values())
 
     @property
