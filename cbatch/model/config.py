@@ -20,7 +20,6 @@ from cbatch.model.config_classes import UnsupportedConfig as UnsupportedConfig
 _MOST_SHOWN, _LONGEST = 60, 2**14
 """Characters of a value that a sentence repeats, and numbers of a list that layers have one each of."""
 
-
 _PATTERN = re.compile(r"[^*+?{}]{0,256}(?:[^*+?{})][*+?][^*+?{}]{0,256}){0,2}")
 """Repeats two characters or sets, and no groups: others take time without end on a name of a hundred characters."""
 
@@ -33,6 +32,7 @@ class Kind(NamedTuple):
 
 
 FLAG = Kind("true or false", lambda value: isinstance(value, int) and value in (0, 1))
+TEXT = Kind("a text of at most 256 characters", lambda value: isinstance(value, str) and len(value) <= 256)
 OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 
 
@@ -53,12 +53,6 @@ def whole(least: int, most: int, *, listed: bool = False) -> Kind:
 def number(least: float, most: float) -> Kind:
     words = f"a number from {_plain(least)} to {_plain(most)}"
     return Kind(words, lambda value: type(value) in (int, float) and least <= value <= most)
-
-
-def text(longest: int = 256) -> Kind:
-    return Kind(
-        f"a text of at most {longest} characters", lambda value: isinstance(value, str) and len(value) <= longest
-    )
 
 
 def listed(longest: int, kind: Kind, plural: str) -> Kind:
@@ -117,7 +111,6 @@ _TOKENS, _WINDOW = 2**31 - 1, 2**20
 _TOKEN_IDS = whole(-(2**31), 2**31 - 1, listed=True)
 _POSITIONS = number(1, _TOKENS)
 """Some files have them as 4096.0."""
-_NAME = text()
 _EPSILON, _BASE = number(0, 1), number(1e-3, 1e15)
 _BASES = Kind(
     f"{_BASE.words}, or a list of them",
@@ -155,10 +148,10 @@ _FIELDS: dict[str, Kind] = {
     **_named(
         _EPSILON, "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps norm_epsilon layernorm_epsilon rms_eps"
     ),
-    **_named(listed(_LAYERS, _NAME, "names"), "layer_types layers_block_type mlp_layer_types block_types"),
-    **_named(listed(64, _NAME, "names"), "architectures"),
-    **_named(_NAME, "model_type hidden_act hidden_activation activation_function tokenizer_class"),
-    **_named(either(_NAME, OBJECT), "dtype torch_dtype"),
+    **_named(listed(_LAYERS, TEXT, "names"), "layer_types layers_block_type mlp_layer_types block_types"),
+    **_named(listed(64, TEXT, "names"), "architectures"),
+    **_named(TEXT, "model_type hidden_act hidden_activation activation_function tokenizer_class"),
+    **_named(either(TEXT, OBJECT), "dtype torch_dtype"),
     **_named(_TOKEN_IDS, "bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id"),
     **_named(FLAG, "tie_word_embeddings is_encoder_decoder is_decoder use_sliding_window"),
     **_named(OBJECT, "rope_scaling rope_parameters quantization_config text_config vision_config audio_config"),
@@ -168,7 +161,7 @@ _FIELDS: dict[str, Kind] = {
 """Settings of a text model, under all their names, and what they may be. The most is far beyond any model there is."""
 
 _ROPE: dict[str, Kind] = {
-    **_named(_NAME, "rope_type type"),
+    **_named(TEXT, "rope_type type"),
     **_named(_BASE, "rope_theta"),
     **_named(_POSITIONS, "original_max_position_embeddings"),
     **_named(number(0, 16), "partial_rotary_factor"),
@@ -259,7 +252,7 @@ _GENERATION: dict[str, Kind] = {
     **_named(number(0.01, 100), "repetition_penalty"),
     **_named(whole(0, _TOKENS), "min_new_tokens max_length min_length no_repeat_ngram_size"),
     **_named(whole(1, _TOKENS), "max_new_tokens num_beams"),
-    **_named(either(_NAME, listed(1024, _NAME, "names")), "stop_strings"),
+    **_named(either(TEXT, listed(1024, TEXT, "names")), "stop_strings"),
     **_named(_TOKEN_IDS, "bos_token_id eos_token_id pad_token_id decoder_start_token_id"),
 }
 """Settings of a generation_config.json that the engine or transformers uses, and what they may be."""

@@ -20,13 +20,12 @@ from torch import Tensor
 from cbatch.base.errors import ModelError
 from cbatch.base.hub import looks_like_path, reachable_source
 from cbatch.base.model_files import check_files, check_source, model_folder, read_json_object
-from cbatch.model.config import FLAG, Kind, check_settings, number, patterns, text, whole
+from cbatch.model.config import FLAG, TEXT, Kind, check_settings, number, patterns, whole
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
-_READ = frozenset("peft_type r lora_alpha use_rslora rank_pattern alpha_pattern bias init_lora_weights".split())
 _WITHOUT_EFFECT = frozenset(
     "auto_mapping base_model_name_or_path ensure_weight_tying eva_config exclude_modules fan_in_fan_out inference_mode "
     "layers_pattern layers_to_transform lora_dropout megatron_core peft_version qalora_group_size revision "
@@ -35,15 +34,15 @@ _WITHOUT_EFFECT = frozenset(
 """Keys that say how an adapter was trained, or what its tensors say themselves."""
 
 _KINDS: dict[str, Kind] = {
-    "peft_type": text(),
-    "bias": text(),
+    "peft_type": TEXT,
+    "bias": TEXT,
     "r": whole(1, 2**16),
     "lora_alpha": number(-(2**16), 2**16),
     "use_rslora": FLAG,
     "rank_pattern": patterns(whole(1, 2**16)),
     "alpha_pattern": patterns(number(-(2**16), 2**16)),
 }
-"""Kinds of the settings that are read."""
+_READ = _KINDS.keys() | {"init_lora_weights"}
 
 _REASONS = {
     "use_dora": "it is a DoRA adapter, which also scales the model's own weights",

@@ -153,12 +153,10 @@ def _matrices(
     final = (*shape[:-2], *reversed(shape[-2:])) if rule.is_transposed else shape
     combine = None if rule.combine is None else partial(rule.combine, config)
     offset = -architecture.norm_offset if is_norm else 0.0
-    yield (
-        ours + rule.name + suffix,
-        GgufMatrix(
-            file, tensors, final, rule.is_transposed, row_order=rows, columns=columns, offset=offset, combine=combine
-        ),
+    matrix = GgufMatrix(
+        file, tensors, final, rule.is_transposed, row_order=rows, columns=columns, offset=offset, combine=combine
     )
+    yield ours + rule.name + suffix, matrix
 
 
 def _shapes(file: GgufFile, tensors: tuple[str, ...]) -> list[tuple[int, ...]]:

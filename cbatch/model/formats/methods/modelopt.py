@@ -40,10 +40,7 @@ def _read(settings: Settings) -> Reader:
             name = f"{module}.weight"
             kind = headers.tensors.header(name).type
             if kind == "U8":
-                yield (
-                    name,
-                    fp4_matrix(headers, name, f"{name}_scale", f"{name}_scale_2", sizes=sizes),
-                )
+                yield name, fp4_matrix(headers, name, f"{name}_scale", f"{name}_scale_2", sizes=sizes)
             elif kind == "F8_E4M3":
                 yield name, fp8_matrix(headers, name, blocks)
         for name in headers.modules("_weight_scale"):
