@@ -231,12 +231,12 @@ def serve_modules(network: Any, config: Any, device: torch.device) -> StateLayou
     return states
 
 
-def _serve_special(network: Any, modules: list[tuple[nn.Module, Convention]], ids: Tensor) -> StateLayout:
+def _serve_special(network: Any, modules: list[tuple[nn.Module, Adapt]], ids: Tensor) -> StateLayout:
     """Serves modules that know no cache object, and learns in a pass what they keep."""
-    for number, (module, convention) in enumerate(modules):
+    for number, (module, adapt) in enumerate(modules):
         if not hasattr(module, "cbatch_forward"):
-            module.forward = convention.adapt(module, number)
-            _serve(module, "held", together=convention.together)
+            module.forward = adapt(module, number)
+            _serve(module, "held", together=adapt is not _rwkv)  # which mixes up the sequences of a batch
     states, everything = StateLayout(), Piece(slice(None), [0], False, True, [-1])
     with recurring(RecurrentStep(states, None, [everything])):
         network(input_ids=ids, use_cache=False)
@@ -453,27 +453,17 @@ def _recurrent_gemma(module: Any, number: int) -> Forward:
     return forward
 
 
-class Convention(NamedTuple):
-    """How modules of a class are given their states.
-
-    adapt:    makes their new `forward`, given a module and its number
-    together: whether they can be given several sequences at once
-    """
-
-    adapt: Callable[[Any, int], Forward]
-    together: bool = True
-
-
-CONVENTIONS: dict[str, Convention] = {
-    "RwkvSelfAttention": Convention(_rwkv, together=False),  # it mixes up the sequences of a batch
-    "RwkvFeedForward": Convention(_rwkv, together=False),
-    "xLSTMBlock": Convention(_xlstm),
-    "RecurrentGemmaRecurrentBlock": Convention(_recurrent_gemma),
+Adapt = Callable[[Any, int], Forward]
+CONVENTIONS: dict[str, Adapt] = {
+    "RwkvSelfAttention": _rwkv,
+    "RwkvFeedForward": _rwkv,
+    "xLSTMBlock": _xlstm,
+    "RecurrentGemmaRecurrentBlock": _recurrent_gemma,
 }
-"""By the name of the class."""
+"""What makes the new `forward` of a module, given that and its number, by the name of its class."""
 
 
-def modules_with_conventions(network: nn.Module) -> list[tuple[nn.Module, Convention]]:
+def modules_with_conventions(network: nn.Module) -> list[tuple[nn.Module, Adapt]]:
     """The modules of a network that are listed here, in their order."""
     names = ((module, CONVENTIONS.get(type(module).__name__)) for module in network.modules())
-    return [(module, convention) for module, convention in names if convention is not None]
+    return [(module, adapt) for module, adapt in names if adapt is not None]
