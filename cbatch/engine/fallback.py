@@ -148,7 +148,7 @@ def _first_that_agrees(best: Execution, block_size: int) -> tuple[Execution, str
     """The first that agrees, and why the one before it does not; that is empty for the best one."""
     from cbatch.engine.kernel_checks.all_checks import ModelChecks, without_kernels
 
-    checks = ModelChecks(best, block_size)
+    checks = ModelChecks(best.model, best.attention, best.sampler, block_size)
     if reason := _first_problem(checks.attention_kernels()):
         return _by_torch(best), reason
     if reason := _first_problem(checks.layers()):

@@ -18,6 +18,7 @@ from cbatch.model.base import Model
 from cbatch.model.cuda import CudaModel
 from cbatch.model.ops.device_kernel import by_torch
 from cbatch.runtime.triton_setup import triton_problem
+from cbatch.sample.sampler import Sampler
 
 
 def without_kernels(model: Model, *, heads_first: bool = False) -> Model:
@@ -29,16 +30,10 @@ def without_kernels(model: Model, *, heads_first: bool = False) -> Model:
 class ModelChecks:
     """The checks of a model with its attention backend. Each is made when it is asked for."""
 
-    execution: Execution
+    model: Model
+    attention: AttentionBackend
+    sampler: Sampler
     block_size: int
-
-    @property
-    def model(self) -> Model:
-        return self.execution.model
-
-    @property
-    def attention(self) -> AttentionBackend:
-        return self.execution.attention
 
     @cached_property
     def _expected(self) -> ExpectedSteps:
@@ -73,7 +68,7 @@ class ModelChecks:
         if self.model.capturable is not None and self.attention.capturable is not None:
             attention = AttentionChecks(self.attention, self.block_size, self.model.dtype, self.model.device)
             yield attention.check_captured(self._expected.calls)
-            yield self._expected.check_captured(self.model, self.attention, self.execution.sampler)
+            yield self._expected.check_captured(self.model, self.attention, self.sampler)
 
 
 def check_all(execution: Execution, block_size: int, make_plain: Callable[[], Model]) -> Iterator[KernelCheck]:
@@ -84,7 +79,7 @@ def check_all(execution: Execution, block_size: int, make_plain: Callable[[], Mo
     model, attention = execution.model, execution.attention
     if triton_problem(model.device):
         return
-    checks = ModelChecks(execution, block_size)
+    checks = ModelChecks(model, attention, execution.sampler, block_size)
     if attention.name == "triton":
         yield from checks.attention_kernels()
         yield from checks.layers(products=True)
