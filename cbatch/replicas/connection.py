@@ -83,14 +83,12 @@ class ReplicaConnection(Protocol):
         CbatchError that the replica raised, while it loaded or in the method. After WorkerDied nothing is called any
         more but `kill`.
         """
-        ...
 
     def kill(self) -> None:
         """Ends this life at once, without grace. Returns when it holds no memory and no device any more.
 
         May be called on any thread, also while another one waits in `call`, and twice.
         """
-        ...
 
 
 class ReplicaLauncher(ABC):
