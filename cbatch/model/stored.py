@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -34,27 +33,26 @@ class Packing(NamedTuple):
     group: int = GROUP
 
 
-class StoredMatrix(ABC):
+class StoredMatrix:
     """A weight as files have it: a matrix or those of all experts, one after the other; or what has no rows.
 
+    What has rows gives them by `values`; anything else has its own `whole`.
+
+    shape:         as transformers has it
     rows:          of one matrix, of which there are `num_matrices`
     is_transposed: transformers has it as [depth, rows]
     has_rows:      rows can be read by themselves
     """
 
+    shape: tuple[int, ...]
     rows: int
     num_matrices: int = 1
     is_transposed: bool = False
     has_rows: bool = True
 
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """As transformers has it."""
-
-    @abstractmethod
     def values(self, rows: Rows) -> Tensor:
         """Rows, counted over all matrices, as numbers [rows, depth]."""
+        return self.whole[rows]
 
     @property
     def whole(self) -> Tensor:

@@ -57,11 +57,8 @@ class _Float8Matrix(StoredMatrix):
 
     def __init__(self, tensors: Mapping[str, Tensor], name: str) -> None:
         self._tensors, self._name = tensors, name
+        self.shape = tuple(tensors[name].shape)
         self.rows = self.shape[0]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self._tensors[self._name].shape)
 
     @property
     def packing(self) -> Packing:

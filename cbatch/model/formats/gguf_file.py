@@ -49,7 +49,6 @@ class GgufTensor:
     data:  [rows, bytes of a row], mapped
     """
 
-    name: str
     shape: tuple[int, ...]
     type: int
     data: NDArray[np.uint8]
@@ -268,7 +267,7 @@ class _Header:
                 raise self._damaged(f"the tensors {before[:80]!r} and {name[:80]!r} overlap")
             end, before = begin + size, name
             data = np.frombuffer(self.memory, np.uint8, size, begin).reshape(-1, row)
-            self.tensors[name] = GgufTensor(name, shape, kind, data)
+            self.tensors[name] = GgufTensor(shape, kind, data)
 
     @property
     def _alignment(self) -> int:

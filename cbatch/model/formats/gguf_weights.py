@@ -22,7 +22,6 @@ class GgufMatrix(StoredMatrix):
     """A weight of a GGUF file.
 
     names:   of its tensors in the file; the rows of several follow each other, in each matrix if they hold several
-    final:   the shape that transformers has
     is_transposed: transformers has the matrices as [depth, columns]
     expert:  of tensors that hold the matrices of all experts, the one that is meant
     row_order: row i of each matrix is row row_order[i] in the file, and number i of a vector number row_order[i];
@@ -34,7 +33,7 @@ class GgufMatrix(StoredMatrix):
 
     file: GgufFile
     names: tuple[str, ...]
-    final: tuple[int, ...]
+    shape: tuple[int, ...]
     is_transposed: bool = False
     expert: int | None = None
     row_order: Tensor | None = None
@@ -51,10 +50,6 @@ class GgufMatrix(StoredMatrix):
         """Rows of one matrix that each tensor has."""
         self.rows = sum(self._counts) if self.expert is None or self.row_order is None else len(self.row_order)
         self.has_rows = self.combine is None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.final
 
     @property
     def whole(self) -> Tensor:
@@ -128,24 +123,17 @@ class GgufMatrix(StoredMatrix):
                 yield mine, tensor.type, self.file.take(tensor, chosen)
 
 
-@dataclass(eq=False)
 class MadeWeight(StoredMatrix):
     """A weight that is no tensor of a GGUF file, but among its metadata, or what llama.cpp computes with."""
 
-    numbers: Tensor
-    rows = 1
     has_rows = False
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.numbers.shape)
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers, self.shape = numbers, tuple(numbers.shape)
 
     @property
     def whole(self) -> Tensor:
-        return self.numbers
-
-    def values(self, rows: Rows) -> Tensor:
-        return self.numbers
+        return self._numbers
 
 
 def _put(place: slice | Rows, target: Tensor, part: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -17,28 +17,23 @@ from cbatch.model.stored import Packing, Rows, StoredMatrix
 from cbatch.model.tensor_files import Tensors
 
 
-@dataclass(eq=False)
 class PlainTensor(StoredMatrix):
     """A tensor that is stored as numbers."""
 
-    tensors: Tensors
-    name: str
     has_rows = False
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tensors.header(self.name).shape
+    def __init__(self, tensors: Tensors, name: str) -> None:
+        self.name, self._tensors = name, tensors
+        self.header = tensors.header(name)
+        self.shape = self.header.shape
 
     @property
     def whole(self) -> Tensor:
-        return self.tensors[self.name]
-
-    def values(self, rows: Rows) -> Tensor:
-        return self.whole[rows]
+        return self._tensors[self.name]
 
 
 @dataclass(eq=False)
-class EncodedMatrix(StoredMatrix):
+class EncodedMatrix(StoredMatrix, ABC):
     """A matrix, or those of all experts one after the other, that is not stored as numbers.
 
     tensors:  of the files
@@ -56,14 +51,10 @@ class EncodedMatrix(StoredMatrix):
     experts: int = 0
     is_transposed: bool = False
 
-    @property
-    def shape(self) -> tuple[int, ...]:
+    def __post_init__(self) -> None:
         one = (self.depth, self.rows) if self.is_transposed else (self.rows, self.depth)
-        return (self.experts, *one) if self.experts else one
-
-    @property
-    def num_matrices(self) -> int:  # type: ignore[override]
-        return self.experts or 1
+        self.shape = (self.experts, *one) if self.experts else one
+        self.num_matrices = self.experts or 1
 
     @property
     @abstractmethod
@@ -86,10 +77,7 @@ class FloatMatrix(EncodedMatrix):
     """
 
     block: tuple[int, int] = (1, 1)
-
-    @property
-    def label(self) -> str:
-        return "FP8"
+    label = "FP8"
 
     @property
     def packing(self) -> Packing:

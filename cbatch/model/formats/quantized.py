@@ -101,8 +101,8 @@ def _have_stacks(names: Iterable[str]) -> bool:
 
 def _check(tensors: Tensors, name: str, source: StoredMatrix, shape: tuple[int, ...]) -> None:
     """Raises ModelError for a matrix with another shape than the program's, and for a tensor without numbers."""
-    if isinstance(source, PlainTensor) and (header := tensors.header(source.name)).type not in FLOATS:
-        raise ModelError(f"Cannot load {tensors.folder}: {source.name} is {header}, which is not quantized.")
+    if isinstance(source, PlainTensor) and source.header.type not in FLOATS:
+        raise ModelError(f"Cannot load {tensors.folder}: {source.name} is {source.header}, which is not quantized.")
     if isinstance(source, EncodedMatrix) and source.shape != shape:
         raise ModelError(
             f"Cannot load {tensors.folder}: {name} is {list(source.shape)}, and its config.json has {list(shape)}."

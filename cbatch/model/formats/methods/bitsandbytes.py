@@ -87,14 +87,11 @@ class NestedMatrix(EncodedMatrix):
     block: int = 64
     nested: int = 0
     offset: float = 0.0
+    packing = Packing(INT8)
 
     @property
     def label(self) -> str:
         return self.kind.upper()
-
-    @property
-    def packing(self) -> Packing:
-        return Packing(INT8)
 
     def lost(self, held: Collection[int]) -> set[str]:
         return {self.label}
