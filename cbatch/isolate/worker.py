@@ -104,6 +104,7 @@ class Worker:
                 start_new_session=True,
             )
             self._ends = ours.pop_all()
+        self.pid = self._process.pid
         self._finalizer = weakref.finalize(self, _end, self._process, self._ends)
         stream = self._process.stdout
         self._messages = None if name is None or stream is None else _Messages(name, stream)
@@ -116,10 +117,6 @@ class Worker:
         self._channel = Channel(end, partial(_is_running, self._process, self._lock))
         with suppress(Disconnected):  # the first call says so
             self._channel.send(pickle.dumps(arguments, pickle.HIGHEST_PROTOCOL))
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def is_running(self) -> bool:
         return _is_running(self._process, self._lock)

@@ -19,7 +19,6 @@ from cbatch.replicas.connection import ReplicaLauncher
 from cbatch.replicas.dispatcher import MAX_DEATHS
 from cbatch.replicas.stream import ReplicaStream
 from cbatch.replicas.supervisor import IDLE_SECONDS, Job, Life, SharedState, Supervisor
-from cbatch.schedule.limits import EngineLimits
 
 TIMEOUT_S, BACKOFF_S = 300.0, 1.0
 
@@ -56,6 +55,7 @@ class ReplicaDriver(AbstractContextManager["ReplicaDriver"]):
         Raises what loading the model raises, and EngineError if no replica can be kept alive.
         """
         self._launcher = launcher
+        self.num_engines = launcher.num_replicas
         self._shared = SharedState(launcher.num_replicas)
         self._supervisors = [
             Supervisor(number, launcher, config, self._shared, timeout_s or TIMEOUT_S, backoff_s)
@@ -70,17 +70,10 @@ class ReplicaDriver(AbstractContextManager["ReplicaDriver"]):
                 raise self._shared.failure
             assert self._shared.info is not None
             self.info = self._shared.info
+            self.limits = self.info.limits
         except BaseException:
             self.close()
             raise
-
-    @property
-    def limits(self) -> EngineLimits:
-        return self.info.limits
-
-    @property
-    def num_engines(self) -> int:
-        return len(self._supervisors)
 
     @property
     def has_failed(self) -> bool:
