@@ -42,9 +42,6 @@ RESERVED_BYTES = 256 * 2**20
 SNAPSHOTS_PER_SEQ = 3
 """Slots for snapshots beside the slot of each sequence: the end of its prompt, its latest token, what it shares."""
 
-_STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Types in which states are kept, if not in the model's own."""
-
 _INDEX_BLOCKS = 65536
 """Blocks of a model without keys and values, if full sequences do not need more: they take no memory on the device."""
 
@@ -124,7 +121,8 @@ def make_runner(config: EngineConfig, execution: Execution, limits: StepLimits) 
     Raises ConfigError if the cache, or a step beside it, does not fit.
     """
     model, attention = execution.model, execution.attention
-    size, state_dtype = config.block_size, _STATE_DTYPES.get(config.state_dtype)
+    size = config.block_size
+    state_dtype = None if config.state_dtype == "auto" else getattr(torch, config.state_dtype)
     block_bytes, slot_bytes = bytes_per_device(model, attention, size, state_dtype)
     wanted = -(-model.max_model_len // size)
     blocks_wanted = limits.max_seqs * wanted
