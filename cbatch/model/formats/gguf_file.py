@@ -164,10 +164,6 @@ class _Header:
         self.tensors: dict[str, GgufTensor] = {}
         self._read_tensors(place, num_tensors)
 
-    @property
-    def bytes(self) -> memoryview:
-        return memoryview(self.memory)[: self._stop]
-
     def _damaged(self, why: str) -> InvalidFile:
         return InvalidFile(f"{self.path} is damaged: {why}.")
 
@@ -253,7 +249,7 @@ class _Header:
             kind, offset = self._number(_TYPE, place), self._number(_LENGTH, place + 4)
             place += 12
             table.append((name, tuple(reversed(sizes)), kind, offset))
-        self._stop = place
+        self.bytes = memoryview(self.memory)[:place]
         if len({name for name, *_ in table}) != len(table):
             raise self._damaged("it has a tensor twice")
         start = -(-place // self._alignment) * self._alignment
