@@ -135,15 +135,11 @@ class Model(Protocol):
     state_devices: list[torch.device]
     chunk_multiple: int
     has_own_threads: bool
+    num_parameters: int
+    weight_bytes: int
 
     @property
     def batch_invariant(self) -> bool: ...
-
-    @property
-    def num_parameters(self) -> int: ...
-
-    @property
-    def weight_bytes(self) -> int: ...
 
     @property
     def linear_cost(self) -> LinearCost: ...

@@ -135,7 +135,6 @@ class CpuModel(ProgramModel):
         return Logits(logits, Argmax(outputs.tokens, outputs.largest))
 
     def with_adapters(self, adapters: Sequence[Adapter]) -> CpuModel:
-        """The same model with the same weights, to which these adapters add. Raises ModelError if one does not fit."""
         model = copy(self)
         model._adapters = CpuAdapters(sites_of(self.program, adapters), len(adapters), self._thread_pool.size)
         model._packed = CpuLayout(

@@ -102,7 +102,6 @@ class CudaModel(ProgramModel):
         return model
 
     def with_adapters(self, adapters: Sequence[Adapter]) -> CudaModel:
-        """See `Model`."""
         model = copy(self)
         model._adapters = DeviceAdapters(sites_of(self.program, adapters), self.dtype, self.device)
         return model
@@ -147,7 +146,7 @@ class CudaModel(ProgramModel):
         attention: AttentionBackend,
         out: HiddenStates | None = None,
     ) -> HiddenStates:
-        """See `CapturableModel`. The device must be torch's current one, on which Triton launches all kernels.
+        """The device must be torch's current one, on which Triton launches all kernels.
 
         Raises ValueError if the cache is not laid out as the kernels write it.
         """
@@ -164,7 +163,6 @@ class CudaModel(ProgramModel):
         return hidden
 
     def run_head(self, hidden: HiddenStates, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """See `CapturableModel`."""
         if len(rows) == 0:  # chunks of prompts only: a kernel cannot be launched for no rows
             return hidden.residual.new_empty(0, self.vocab_size)
         return self.finished(logits(self.ops, self.head_input(hidden, rows), self.head.lm_head, out))

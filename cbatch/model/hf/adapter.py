@@ -101,8 +101,7 @@ class TransformersModel:
     def __init__(self, network: Any) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
 
-        AttentionInterface.register(ATTENTION_NAME, paged_attention)
-        for name in (PROBE_NAME, INDEXED_NAME):
+        for name in (ATTENTION_NAME, PROBE_NAME, INDEXED_NAME):
             AttentionInterface.register(name, paged_attention)
         AttentionMaskInterface.register(PROBE_NAME, probe_mask)
         AttentionMaskInterface.register(INDEXED_NAME, placeholder_mask)
@@ -114,6 +113,9 @@ class TransformersModel:
         self.kind: str = self.config.model_type
         self.dtype: torch.dtype = network.dtype
         self.device = input_device(network)
+        parameters = list(parameters_once(network))
+        self.num_parameters = sum(parameter.numel() for parameter in parameters)
+        self.weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
         self._rows_on_host = accept_host_rows(network)
         self._is_emulated = self.dtype == torch.bfloat16 and not has_bfloat16(self.device)
         self.vocab_size: int = self.config.vocab_size
@@ -140,7 +142,7 @@ class TransformersModel:
         return True
 
     def with_adapters(self, adapters: Sequence[Adapter]) -> TransformersModel:
-        """See `Model`. Tries all of them on a few tokens, so that no step fails later."""
+        """Tries all of them on a few tokens, so that no step fails later."""
         if self.states or len({self.device, *self.layer_devices}) > 1:
             raise ModelError(
                 f"{self.name} takes no LoRA adapters here: models that transformers runs take them only if they are on "
@@ -151,14 +153,6 @@ class TransformersModel:
         for number in range(len(adapters)):
             model._probe(np.full(4, number + 1))
         return model
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in parameters_once(self._network))
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in parameters_once(self._network))
 
     @property
     def linear_cost(self) -> LinearCost:
@@ -348,7 +342,6 @@ class CapturableNetwork:
         attention: CapturableAttention,
         out: HiddenStates | None = None,
     ) -> HiddenStates:
-        """See `CapturableModel`."""
         model = self.model
         with model.checked(AttentionCalls(kv_cache, attention, None, model.windows, {self.device: metadata})):
             hidden = self.decoder(
@@ -360,7 +353,6 @@ class CapturableNetwork:
 
     @torch.inference_mode()
     def run_head(self, hidden: HiddenStates, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """See `CapturableModel`."""
         chosen = hidden.added[rows]
         if self.head.bias is None:
             logits = self.finish(multiply_logits(chosen, self.head.weight))

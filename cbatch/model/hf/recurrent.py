@@ -77,7 +77,7 @@ class StateView:
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
         """Keeps the last columns of the old state and the new ones [N, channels, T], and returns both."""
-        width = self._states.shape((layer_idx, "conv", state_idx)).shape[-1]
+        width = self._states.shapes[self._states.numbers[layer_idx, "conv", state_idx]].shape[-1]
         before = self.get(layer_idx, "conv", state_idx)
         if before is not None:
             conv_states = torch.cat([before, conv_states], dim=-1)
@@ -141,9 +141,6 @@ class StateLayout:
     shapes: list[StateShape] = field(default_factory=list)
     devices: list[torch.device] = field(default_factory=list)
     by_token: bool = False
-
-    def shape(self, name: StateName) -> StateShape:
-        return self.shapes[self.numbers[name]]
 
     def add(self, name: StateName, example: Tensor) -> None:
         """Adds a state of which an example [1, ...] is given."""
