@@ -38,7 +38,6 @@ FP8 = torch.float8_e4m3fn
 """One byte: a sign, 4 bits of exponent and 3 of mantissa, without infinity; up to 448 (Micikevicius et al., 2022)."""
 FP8_MAX = 448.0
 
-
 U8 = torch.uint8
 """One byte: a sign and 7 bits of magnitude, times a float32 scale for each token and head."""
 U8_MAX = 127

@@ -54,7 +54,6 @@ _HEAD_PIECE = 4096
 # CUDA's, logits are rounded too, by up to 0.0005 in float16 and 0.004 in bfloat16.
 _HEAD_TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
-
 Chunks = Sequence[tuple[int, int]]
 """Of a step of recurrent layers: the tokens of each, and after how many of them its state is copied, 0 for never."""
 

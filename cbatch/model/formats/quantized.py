@@ -26,7 +26,6 @@ _OF_OTHERS = re.compile(
 )
 """Tensors for activations and KV caches that are rounded, which they are not here, or in another way."""
 
-
 METHODS: dict[str, Method] = {
     found.name: found
     for found in (import_module(f"{methods.__name__}.{each.name}").METHOD for each in iter_modules(methods.__path__))

@@ -32,7 +32,6 @@ OF_MAKERS = (
 what is quantized.
 """
 
-
 Matrices = Iterator[tuple[str, EncodedMatrix]]
 """Matrices by the names of their weights."""
 

@@ -162,7 +162,6 @@ LAYER: Rules = {
     "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
 
-
 Read = Callable[[Metadata, Config], Any]
 """Reads a setting of a file's model, given the common ones."""
 

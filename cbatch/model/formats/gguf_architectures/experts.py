@@ -176,7 +176,6 @@ declare("deepseek2", "deepseek_v3", layer=_LATENT_EXPERTS, more=[_latent, *_BIAS
         when=lambda data: bool(data.shapes("exp_probs_b.bias")))  # fmt: skip
 declare("deepseek2", "deepseek_v2", layer=_LATENT_EXPERTS, more=[_latent, _ROUTED, _softmax], **_SETTINGS)
 
-
 # Weights of the index are not used where it chooses everything.
 _INDEX = {f"indexer.{name}": BEHIND for name in ("k_norm", "proj", "attn_k", "attn_q_b")}
 for _name, _kind in (("deepseek32", "deepseek_v32"), ("glm-dsa", "glm_moe_dsa")):

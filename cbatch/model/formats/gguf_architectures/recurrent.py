@@ -53,7 +53,6 @@ declare("lfm2moe", "lfm2_moe", layer=_LFM | _LFM_EXPERTS, **_LFM_SETTINGS,
         more=[_lfm, r.mixture("num_experts", size="moe_intermediate_size")],
         num_dense_layers=value("leading_dense_block_count", 0), use_expert_bias=r.has("exp_probs_b.bias"))  # fmt: skip
 
-
 _MULTIPLIERS: dict[str, Any] = {
     "embedding_multiplier": value("embedding_scale", 1.0), "residual_multiplier": value("residual_scale", 1.0),
     "attention_multiplier": lambda data, config: data.number("attention.scale", config["head_dim"] ** -0.5),
@@ -126,7 +125,6 @@ declare("granitehybrid", "bamba", layer=r.PERMUTED | _scan("mamba.") | _GATED, m
 declare("granitehybrid", "granitemoehybrid", layer=r.PERMUTED | _MIXTURE | _MAMBA, **_MULTIPLIERS,
         **r.QUERY_BIAS, more=[_mamba, _granite_experts], position_embedding_type="nope",
         layer_types=r.types("attn_q", "full_attention", "linear_attention"))  # fmt: skip
-
 
 # All multipliers are in the weights.
 declare("falcon-h1", "falcon_h1", model=_MAMBA_MODEL, more=[_scan_sizes], **r.BIASES,
