@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partialmethod
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -64,34 +65,40 @@ class StateView:
         self._piece = piece
         self._held: dict[StateName, Tensor] = {}
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self.get(layer_idx, "conv", state_idx)
+    def get(self, kind: str, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """A state [N, ...] of the piece's sequences; None if they begin. It may be changed in place."""
+        if self._piece.is_fresh:
+            return None
+        name = layer_idx, kind, state_idx
+        if name not in self._held:
+            assert self._tensors is not None
+            number = self._states.numbers[name]
+            self._held[name] = self._tensors[number][self._piece.slots].to(self._states.shapes[number].dtype)
+        return self._held[name]
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self.get(layer_idx, "recurrent", state_idx)
-
-    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        return self.get(layer_idx, "linear")
+    get_conv_state = partialmethod(get, "conv")
+    get_recurrent_state = partialmethod(get, "recurrent")
+    get_linear_cache = partialmethod(get, "linear")
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
         """Keeps the last columns of the old state and the new ones [N, channels, T], and returns both."""
         width = self._states.shapes[self._states.numbers[layer_idx, "conv", state_idx]].shape[-1]
-        before = self.get(layer_idx, "conv", state_idx)
+        before = self.get("conv", layer_idx, state_idx)
         if before is not None:
             conv_states = torch.cat([before, conv_states], dim=-1)
         elif conv_states.shape[-1] < width:
             conv_states = nn.functional.pad(conv_states, (width - conv_states.shape[-1], 0))
-        self.set(layer_idx, "conv", conv_states[..., -width:], state_idx)
+        self.set("conv", conv_states[..., -width:], layer_idx, state_idx)
         return conv_states
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        self.set(layer_idx, "recurrent", recurrent_states, state_idx)
+        self.set("recurrent", recurrent_states, layer_idx, state_idx)
         return recurrent_states
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        self.set(layer_idx, "linear", linear_cache)
+        self.set("linear", linear_cache, layer_idx)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return not self._piece.is_fresh
@@ -99,20 +106,9 @@ class StateView:
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
-    def get(self, layer: int, kind: str, index: int = 0) -> Tensor | None:
-        """A state [N, ...] of the piece's sequences; None if they begin. It may be changed in place."""
-        if self._piece.is_fresh:
-            return None
-        name = layer, kind, index
-        if name not in self._held:
-            assert self._tensors is not None
-            number = self._states.numbers[name]
-            self._held[name] = self._tensors[number][self._piece.slots].to(self._states.shapes[number].dtype)
-        return self._held[name]
-
-    def set(self, layer: int, kind: str, value: Tensor, index: int = 0) -> None:
+    def set(self, kind: str, value: Tensor, layer_idx: int, state_idx: int = 0) -> None:
         """Keeps a state [N, ...]."""
-        self._held[layer, kind, index] = value
+        self._held[layer_idx, kind, state_idx] = value
 
     def keep(self) -> None:
         """Writes what the module has left to the slots; if there are none yet, adds it to the states of the network."""
@@ -402,7 +398,7 @@ def _rwkv(module: Any, number: int) -> Forward:
             return original(hidden, state, use_cache) if is_attention else original(hidden, state)
         columns: list[Any] = [None] * 5
         for index in indices:
-            column = held.get(module.layer_id, "rwkv", index)
+            column = held.get("rwkv", module.layer_id, index)
             if column is None:
                 inner = module.attention_hidden_size if index >= 2 else hidden.shape[-1]
                 dtype = torch.float32 if index >= 2 else hidden.dtype
@@ -410,7 +406,7 @@ def _rwkv(module: Any, number: int) -> Forward:
             columns[index] = _Columns(column)
         out = original(hidden, columns, True)[0] if is_attention else original(hidden, columns)[0]
         for index in indices:
-            held.set(module.layer_id, "rwkv", columns[index].column, index)
+            held.set("rwkv", columns[index].column, module.layer_id, index)
         return out, None
 
     return forward
@@ -423,10 +419,10 @@ def _xlstm(module: Any, number: int) -> Forward:
     def forward(x: Tensor, state: Any = None, *, held: StateView | None = None) -> Any:
         if held is None:
             return original(x, state)
-        parts = [held.get(number, "xlstm", index) for index in range(3)]
+        parts = [held.get("xlstm", number, index) for index in range(3)]
         out, new = original(x, None if parts[0] is None else tuple(parts))
         for index, part in enumerate(new):
-            held.set(number, "xlstm", part, index)
+            held.set("xlstm", part, number, index)
         return out, None
 
     return forward
@@ -439,11 +435,11 @@ def _recurrent_gemma(module: Any, number: int) -> Forward:
     def forward(hidden: Tensor, *args: Any, held: StateView | None = None, **kwargs: Any) -> Any:
         if held is None:
             return original(hidden, *args, **kwargs)
-        module.conv1d_state = held.get(number, "conv")
-        module.rg_lru.recurrent_states = held.get(number, "recurrent")
+        module.conv1d_state = held.get("conv", number)
+        module.rg_lru.recurrent_states = held.get("recurrent", number)
         out = original(hidden, *args, **kwargs | {"use_cache": True})
-        held.set(number, "conv", module.conv1d_state)
-        held.set(number, "recurrent", module.rg_lru.recurrent_states)
+        held.set("conv", module.conv1d_state, number)
+        held.set("recurrent", module.rg_lru.recurrent_states, number)
         module.conv1d_state = module.rg_lru.recurrent_states = None
         return out
 
