@@ -80,13 +80,8 @@ class CpuAttention:
             self._workspaces[shape] = paged_kv.new_attention_workspace(self._thread_pool.size, *shape)
         sinks = options.get("sinks")
         extra = np.empty(0, np.float32) if sinks is None else sinks.float().numpy()
-        params = paged_kv.AttentionParams(
-            options["scale"],
-            options.get("window") or 0,
-            options.get("chunk") or 0,
-            options.get("softcap") or 0.0,
-            extra,
-        )
+        window, chunk, softcap = options.get("window") or 0, options.get("chunk") or 0, options.get("softcap") or 0.0
+        params = paged_kv.AttentionParams(options["scale"], window, chunk, softcap, extra)
         out = torch.empty(tokens, heads * kv.value_dim, dtype=dtype)
         plan = metadata.plan(heads, group, kv.value_dim)
         self._thread_pool.run(

@@ -149,12 +149,6 @@ class _CapturedStep:
     recurrence: _RecurrenceBuffers | None
     replay: Run
 
-    def fill(self, batch: RaggedBatch) -> None:
-        """Overwrites its inputs with those of another step."""
-        self.buffers.fill(batch)
-        if self.recurrence is not None:
-            self.recurrence.fill(batch)
-
 
 class _Shared:
     """Tensors that all graphs share; one of each for each graph would take gigabytes.
@@ -246,7 +240,9 @@ class StepGraphs:
         if shared is None or step is None or not step.buffers.holds(batch):
             return None
         buffers, count = step.buffers, len(batch.rows)
-        step.fill(batch)
+        buffers.fill(batch)
+        if step.recurrence is not None:
+            step.recurrence.fill(batch)
         if decode is None:
             step.replay()
             out = shared.logits[:count] if count <= len(shared.logits) else None

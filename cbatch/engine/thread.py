@@ -159,7 +159,6 @@ class EngineThread:
                 self.engine.close()
 
     def _end_requests(self) -> None:
-        """Ends what is unfinished."""
         requests, self._requests = self._requests, {}
         self._is_over = True
         try:

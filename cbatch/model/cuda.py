@@ -125,7 +125,6 @@ class CudaModel(ProgramModel):
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch, kv_cache: KVCache, attention: AttentionBackend) -> Logits:
-        """Logits [R, vocabulary] float32 of the wanted rows."""
         metadata = attention.prepare(batch, kv_cache.block_size)
         inputs = DeviceInputs(batch.input_ids, batch.position_ids, batch.slot_mapping)
         if self._adapters is not None and batch.adapters is not None:

@@ -165,7 +165,6 @@ class Dispatcher:
         return row, given_at - row.taken_at
 
     def num_held(self, number: int) -> int:
-        """Rows in a replica's hands."""
         return len(self._hands[number].rows)
 
     def runs_alone(self, number: int) -> bool:

@@ -143,7 +143,6 @@ class RayConnection:
         self._is_ready = False
 
     def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
-        """Raises WorkerDied, and the CbatchError that the replica raised."""
         deadline = time.monotonic() + timeout_s
         try:
             if not self._is_ready:

@@ -241,7 +241,6 @@ class TransformersModel:
         return INDEXED_NAME
 
     def _serve_recurrent_layers(self) -> StateLayout:
-        """The states of its recurrent layers."""
         is_recurrent = RECURRENT_LAYERS.intersection(getattr(self.config, "layer_types", None) or ())
         if not is_recurrent and not modules_with_conventions(self._network):
             return StateLayout()
