@@ -83,11 +83,6 @@ class LoadPlan:
             reply_format=config.reply_format,
         )
 
-    @property
-    def name(self) -> str:
-        """Of the model, for people."""
-        return "the bundled demo model" if self.source == str(DEMO_MODEL) else self.source
-
     def formats(
         self, stored: torch.dtype | str | None, *, is_quantized: bool
     ) -> tuple[torch.dtype, Quantization | None]:

@@ -51,7 +51,7 @@ from cbatch.model.formats.quantized import QuantizedCheckpoint, settings_of, wit
 from cbatch.model.hf.memory_check import fits
 from cbatch.model.hf.network import load_network
 from cbatch.model.hf.placement import Placement, placement_of
-from cbatch.model.load_plan import LoadPlan
+from cbatch.model.load_plan import DEMO_MODEL, LoadPlan
 from cbatch.model.lora.sites import sites_of
 from cbatch.model.lora_files import Adapter
 from cbatch.model.tensor_files import Tensors
@@ -134,7 +134,8 @@ def load_model(plan: LoadPlan) -> LoadedModel:
 
 
 def _load(plan: LoadPlan) -> LoadedModel:
-    name, device_map = plan.name, plan.device_map
+    name = "the bundled demo model" if plan.source == str(DEMO_MODEL) else plan.source
+    device_map = plan.device_map
     _check_folder(plan.source)
     plan = replace(plan, source=reachable_source(plan.source, plan.revision))
     folder, settings, defaults = _checked_settings(plan)
