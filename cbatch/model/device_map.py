@@ -88,6 +88,5 @@ def choose_device_map(config: EngineConfig, device: torch.device) -> DeviceMap |
 
 def is_disk_full(error: BaseException) -> bool:
     """Whether an error of writing weights means that the disk is full; safetensors has no type for it."""
-    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(
-        f"(os error {number})" in str(error) for number in (errno.ENOSPC, errno.EDQUOT)
-    )
+    numbers = (errno.ENOSPC, errno.EDQUOT)
+    return getattr(error, "errno", None) in numbers or any(f"(os error {one})" in str(error) for one in numbers)

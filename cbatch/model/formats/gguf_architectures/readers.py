@@ -99,17 +99,6 @@ def feed_forward(prefix: str, suffix: str = "") -> Rules:
     return {f"ffn_{part}{suffix}": f"{prefix}{part}_proj" for part in ("gate", "up", "down")}
 
 
-def read_experts(data: Metadata) -> tuple[int, int]:
-    """How many experts there are, and how many a token has."""
-    count, top_k = data.whole("expert_count"), data.whole("expert_used_count")
-    shapes = data.shapes("ffn_down_exps.weight")
-    if any(len(shape) != 3 or shape[0] != count for shape in shapes) or not shapes:
-        raise data.refused(f"claims to have {count} experts, and its tensors differ")
-    if not 1 <= top_k <= count <= architecture.MAX_EXPERTS:
-        raise data.refused(f"claims to have {count} experts, of which a token has {top_k}")
-    return count, top_k
-
-
 def expert_size(data: Metadata) -> int:
     """The width of an expert, which not every file says."""
     return data.shapes("ffn_down_exps.weight")[0][2]
@@ -163,8 +152,13 @@ def mixture(count: str, top_k: str = "num_experts_per_tok", size: str = "") -> R
     """The number of experts and of those that a token has, and the width of each, under the names of a family."""
 
     def read(data: Metadata, config: Config) -> Config:
-        found = dict(zip((count, top_k), read_experts(data), strict=True))
-        return found | ({size: expert_size(data)} if size else {})
+        experts, used = data.whole("expert_count"), data.whole("expert_used_count")
+        shapes = data.shapes("ffn_down_exps.weight")
+        if any(len(shape) != 3 or shape[0] != experts for shape in shapes) or not shapes:
+            raise data.refused(f"claims to have {experts} experts, and its tensors differ")
+        if not 1 <= used <= experts <= architecture.MAX_EXPERTS:
+            raise data.refused(f"claims to have {experts} experts, of which a token has {used}")
+        return {count: experts, top_k: used} | ({size: expert_size(data)} if size else {})
 
     return read
 
