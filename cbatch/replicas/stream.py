@@ -57,7 +57,6 @@ class ReplicaStream(RowStream, Job):
         self._dispatcher = Dispatcher()
         self._rows_came = threading.Condition(shared.lock)
         """Tells replicas with nothing to do that there is something."""
-        self._num_idle = 0
         self._linger_s = linger_s(shared.num_alive)
         self._num_tokens: dict[int, int] = {}
         """Tokens that each replica that takes part has generated in this life."""
@@ -113,8 +112,7 @@ class ReplicaStream(RowStream, Job):
         row.beginnings = beginnings(row.line)
         with self._shared.lock:
             self._dispatcher.add(row)
-            if self._num_idle:
-                self._rows_came.notify()
+            self._rows_came.notify()
         return self._room(row.line)
 
     def _end_input(self) -> None:
@@ -158,9 +156,7 @@ class ReplicaStream(RowStream, Job):
         with self._shared.lock:
             work = self._dispatcher.take(number, time.monotonic())
             if not work and not self._dispatcher.num_held(number) and not self._is_over:
-                self._num_idle += 1
                 self._rows_came.wait(IDLE_SECONDS)
-                self._num_idle -= 1
                 work = self._dispatcher.take(number, time.monotonic())
             if self._is_over:
                 return
@@ -168,8 +164,8 @@ class ReplicaStream(RowStream, Job):
             life.runs_alone = self._dispatcher.runs_alone(number)
             wait_s = 0.0
             if self._dispatcher.num_held(number):
-                is_starving = self._dispatcher.is_starving(number)
-                is_short = is_starving or self._tools  # whose calls and results come and go with an exchange
+                # Calls of tools, and their results, come and go with an exchange.
+                is_short = self._dispatcher.is_starving(number) or self._tools
                 wait_s = max(STARVING_WAIT_SECONDS if is_short else WAIT_SECONDS, self._linger_s)
         if results := dict(life.results.get_nowait() for _ in range(life.results.qsize())):
             life.call("answer", results)
