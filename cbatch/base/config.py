@@ -81,9 +81,7 @@ class EngineConfig:
         "auto", "Data type of the model; auto keeps the stored one if the device is fast at it.", choices=FLOAT_TYPES
     )
     quantize: str | None = _model(
-        None,
-        "Quantize weights to one byte each, or to half a byte (models with a fast path).",
-        metavar="int8|int4",
+        None, "Quantize weights to one byte each, or to half a byte (models with a fast path).", metavar="int8|int4"
     )
     activations: str = _model(
         "int8",
@@ -172,10 +170,7 @@ class EngineConfig:
         more="Engines of other processes map the same file (Linux).",
     )
     weight_cache_size: str | None = _memory(
-        None,
-        "Most that they may take: 50GiB, or a share of the free disk.",
-        metavar="SIZE",
-        shown="50%",
+        None, "Most that they may take: 50GiB, or a share of the free disk.", metavar="SIZE", shown="50%"
     )
     weights_folder: str | None = None
     """Folder of this user alone for packed weights, also of small models; None: `~/.cache/cbatch/weights`."""

@@ -220,9 +220,7 @@ def tensors_of_header(header: bytes, path: Path) -> dict[str, StoredTensor]:
         entries.pop("__metadata__", None)
         return {
             name: StoredTensor(
-                entry["dtype"],
-                math.prod(entry["shape"]),
-                *(8 + len(header) + place for place in entry["data_offsets"]),
+                entry["dtype"], math.prod(entry["shape"]), *(8 + len(header) + place for place in entry["data_offsets"])
             )
             for name, entry in entries.items()
         }
