@@ -87,7 +87,7 @@ class CpuModel(ProgramModel):
         self._weights = packed.load(tensors, shared)
         self.weight_bytes = sum(array.nbytes for array in self._weights if isinstance(array, np.ndarray))
         self.linear_cost = program.linear_cost(self._weights.matrices.nbytes)
-        self.left_bytes = packed.left_bytes
+        self.formats, self.left_bytes = frozenset(packed.formats), packed.left_bytes
         self._thread_pool = shared_thread_pool(num_threads())
         self._element = element_of(dtype)
         calls = [operation for operation in program.operations if isinstance(operation, Attend)]
@@ -113,11 +113,6 @@ class CpuModel(ProgramModel):
         self._num_positions = 0
         self._grow_rotary_tables(16)
         self._warm_up()
-
-    @property
-    def formats(self) -> frozenset[int]:
-        """How its matrices are packed (see `kernels/cpu/matmul/formats.py`)."""
-        return frozenset(self._packed.formats)
 
     @property
     def packed(self) -> str:

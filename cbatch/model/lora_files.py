@@ -70,11 +70,6 @@ class LowRank:
     down: Tensor
     up: Tensor
 
-    @property
-    def size(self) -> tuple[int, int]:
-        """Columns and depth of the linear."""
-        return self.up.shape[0], self.down.shape[1]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
@@ -102,7 +97,7 @@ class Adapter:
 
     def check_size(self, module: str, size: tuple[int, ...]) -> None:
         """Raises ModelError unless a linear [columns, depth] of the model is as large as its own."""
-        columns, depth = self.modules[module].size
+        columns, depth = self.modules[module].up.shape[0], self.modules[module].down.shape[1]
         if (columns, depth) != size:
             raise self.refused(
                 f"it was made for another model: {module} is {size[0]} x {size[1]} here, and {columns} x {depth} there"

@@ -67,8 +67,7 @@ class Mxfp4Matrix(GroupedMatrix):
         return unpacked(self._taken(self.name, rows), 4)
 
     def scales(self, rows: Rows) -> NDArray[np.float32]:
-        exponents = self._taken(self.scale, rows).astype(np.int32) - 128
-        return np.ldexp(np.float32(1), exponents)
+        return np.ldexp(np.float32(1), self._taken(self.scale, rows).astype(np.int32) - 128)
 
     def _taken(self, name: str, rows: Rows) -> NDArray[np.uint8]:
         """Rows of all experts, one after the other, as bytes."""
