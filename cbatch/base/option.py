@@ -77,10 +77,6 @@ class OptionField:
     is_list: bool
     about: Option
 
-    @property
-    def dashed(self) -> str:
-        return "--" + self.name.replace("_", "-")
-
 
 _READ: dict[Any, dict[str, OptionField]] = {}
 

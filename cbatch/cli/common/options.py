@@ -129,7 +129,7 @@ def click_option(one: OptionField, **changes: Any) -> click.Option:
 
     changes: attributes of Click's that are different for this command
     """
-    about, names = one.about, list(one.about.names or (one.dashed,))
+    about, names = one.about, list(one.about.names or ("--" + one.name.replace("_", "-"),))
     given: dict[str, Any] = {"default": one.default, "metavar": about.metavar}
     shown = None if "default" in changes else about.shown
     if one.kinds == (bool,):
