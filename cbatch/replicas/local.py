@@ -63,7 +63,6 @@ class LocalLauncher(ReplicaLauncher):
         self._starter = ThreadPoolExecutor(1, "cbatch-starter")
 
     def start(self, number: int, config: EngineConfig) -> Worker:
-        """Begins a life of a replica. Raises WorkerDied if its process cannot be started."""
         try:
             starting = self._starter.submit(self._start, number, config)
         except RuntimeError:

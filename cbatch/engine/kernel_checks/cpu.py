@@ -139,10 +139,8 @@ class _Product:
     left_bytes: int
 
     def check(self, name: str, rows: int) -> KernelCheck:
-        by, is_rounded = "", is_quantized(self.format) and self.left_bytes == 1
-        if is_quantized(self.format):
-            by = f" by {('int8', 'int16')[self.left_bytes - 1]}"
-        tolerance = _INT8_ROWS_TOLERANCE if is_rounded else TOLERANCES[self.dtype]
+        by = f" by int{8 * self.left_bytes}" if is_quantized(self.format) else ""
+        tolerance = _INT8_ROWS_TOLERANCE if by == " by int8" else TOLERANCES[self.dtype]
         measure, workload = partial(self._error, rows), partial(self._workload, rows)
         return run_check(f"{name} ({FORMATS[self.format]}{by})", CPU, tolerance, measure, workload)
 

@@ -91,10 +91,6 @@ def _knows_windows(config: Any) -> bool:
         return True
 
 
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""Config keys for the number of experts of a layer."""
-
-
 def linear_cost_of(network: Any, config: Any) -> LinearCost:
     """Matrices are all parameters of two dimensions or more, except embeddings, of which only rows are read.
 
@@ -103,7 +99,8 @@ def linear_cost_of(network: Any, config: Any) -> LinearCost:
     """
     weight = getattr(network.get_output_embeddings(), "weight", None)
     head = weight if isinstance(weight, nn.Parameter) else None
-    experts = next((found for name in EXPERTS if isinstance(found := getattr(config, name, None), int)), 0)
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    experts = next((found for name in names if isinstance(found := getattr(config, name, None), int)), 0)
     chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None)
     share = chosen / experts if experts and isinstance(chosen, int) else 1.0
     weight_bytes, parameters, in_experts = 0, 0.0, 0
