@@ -45,11 +45,14 @@ def openai(call: ApiCall) -> Request:
     return Request(index=3, id="c-1", call=call, extra={"store": False})
 
 
+NOTED = replace(THOUGHT, text="hm", tool_calls=(), finish_reason="stop", note="It was not closed.")
 SEVERAL = [replace(PLAIN, index=0, logprobs=SCORED), replace(THOUGHT, index=1, logprobs=[])]
 COMPLETIONS: dict[str, Completion] = {
     "plain": make(OWN_ROW, PLAIN),
     "without an id": make(Request(index=0), Choice()),
     "calls": make(OWN_ROW, THOUGHT),
+    "note": make(OWN_ROW, NOTED),
+    "note of a chat": make(openai(CHAT), NOTED),
     "several": make(OWN_ROW, *SEVERAL, columns=("token_ids",), prompt_logprobs=PROMPT),
     "no tokenizer": make(OWN_ROW, replace(PLAIN, text=""), has_text=False, columns=("token_ids",)),
     "error": make(OWN_ROW, error=ERROR),
@@ -256,3 +259,13 @@ def test_reasoning_tokens_are_in_usage_if_there_are_any(row: Request) -> None:
     assert usage.get("completion_tokens_details", usage)["reasoning_tokens"] == 2
     assert Completion.from_row(some.to_dict()).usage == replace(USAGE, cached_tokens=0, reasoning_tokens=2)
     assert (some.usage + none.usage).reasoning_tokens == 2
+
+
+def test_notes_stand_in_rows() -> None:
+    """Guards the reader of a row against reasoning that passes for an answer, and the types of the openai package."""
+    from openai.types.chat import ChatCompletion
+
+    row, body = make(OWN_ROW, NOTED).to_dict(), make(openai(CHAT), NOTED).to_dict()["response"]["body"]
+    assert row["note"] == body["choices"][0]["message"]["note"] == NOTED.note
+    assert ChatCompletion.model_validate(body, strict=True).choices[0].message.content == "hm"
+    assert "note" not in make(OWN_ROW, PLAIN).to_dict()

@@ -19,9 +19,11 @@ from cbatch.base.request import Request
 from cbatch.requests.completion import Choice, Completion, Timing, Usage
 from cbatch.requests.output_processor import OutputProcessor, StreamEvent
 from cbatch.text.detokenizer import IncrementalDetokenizer
-from cbatch.text.replies.stream import NOT_CLOSED
+from cbatch.text.loading import of_transformers
+from cbatch.text.replies.stream import NO_TEXT, NOT_CLOSED
 from cbatch.text.tokenizer import ChatTokenizer
 from tests.support.chat_templates import DEEPSEEK_R1, LLAMA3, MISTRAL_LIST, MISTRAL_NAMED, QWEN3
+from tests.support.model_folder import make_tokenizer
 from tests.support.tool_calls import TOOLS, make_chat_tokenizer
 
 EOS = 2
@@ -312,3 +314,37 @@ def test_reasoning_is_counted_up_to_its_closing_tag(name: str, is_token: bool) -
         completion = run(make_request(name, n=count), tokenizer, events)[1]
         assert completion.usage.reasoning_tokens == expected
         assert completion["usage"]["reasoning_tokens"] == expected
+
+
+def test_what_is_cut_off_is_no_call_and_no_answer() -> None:
+    """Guards rows and streams of outputs that `max_tokens` ends: inside a call, inside reasoning, inside a tag."""
+    tokenizer, request = tokenizer_of(QWEN), make_request(QWEN)
+    cut = [
+        ('So. <tool_call>\n{"name": "now"', "So.", None),
+        ("<think>\nhm", "", "hm"),
+        ("<think>hm</think>Yes. <too", "Yes.", "hm"),
+    ]
+    for written, text, reasoning in cut:
+        ids = ids_of(QWEN, written)[:-1]
+        read, completion = run(request, tokenizer, events_of(ids, finish_reason="length"))
+        check_stream(read, completion)
+        assert (completion.text, completion.reasoning, completion.tool_calls) == (text, reasoning, ())
+        assert completion.finish_reason == "length" and completion.note is None
+    _, completion = run(request, tokenizer, events_of(ids_of(QWEN, "<think>\nhm")))
+    assert (completion.text, completion.reasoning, completion.note) == ("", "hm", NO_TEXT)
+
+
+def test_tags_that_are_special_tokens_are_seen() -> None:
+    """Guards formats whose markup is special tokens, which a text leaves out, and other special tokens."""
+    theirs = make_tokenizer()
+    tags = ["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|call|>", "<|other|>"]
+    theirs.add_special_tokens({"extra_special_tokens": tags})
+    theirs.chat_template = "{{ messages[0].content }}<|channel|>analysis<|message|>"
+    tokenizer = ChatTokenizer(of_transformers(theirs))
+    assert set(tokenizer.visible_tokens(with_calls=False)) == set(tags) - {"<|other|>"}
+    request = Request(is_reply=True, prompt_ids=[5], tags=tokenizer.visible_tokens(with_calls=False))
+    written = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Hi<|other|>"
+    ids = [*tokenizer.backend.encode(written, add_special_tokens=False).ids, EOS]
+    read, completion = run(request, tokenizer, events_of(ids))
+    assert (completion.text, completion.reasoning) == ("Hi", "hm")
+    assert "".join(event.text for event in read) == "Hi"

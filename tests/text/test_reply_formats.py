@@ -182,3 +182,69 @@ def test_long_outputs_take_time_in_proportion(name: str, reason: Any) -> None:
             stream.push(10 * part)
         stream.finish(reason)
     assert time.process_time() - start < 5
+
+
+CHANNELS = [
+    ("<|channel|>final<|message|>Hi\n", "Hi\n", None, 0),
+    ('<|channel|>final <|constrain|>json<|message|>{"a": 1}', '{"a": 1}', None, 0),
+    ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>", "", "a\nb", 0),
+    ("<|channel|>analysis<|message|>a<|start|>assistant<|channel|>final<|message|>Hi<|return|>", "Hi", "a", 0),
+    (" to=functions.now<|channel|>commentary json<|message|>{}<|call|>", "", None, 1),
+    ("<|channel|>commentary to=now<|message|>{}", "", None, 1),
+    ("<|channel|>commentary to=functions.now code<|message|>print(1)<|call|>", "print(1)", None, 0),
+    ("<|channel|>analysis<|message|>a <|end", "", "a <|end", 0),
+    ("Hi there, <b>", "Hi there, <b>", None, 0),
+    ("to=you, " * 40, "to=you, " * 40, None, 0),
+]
+
+
+@pytest.mark.parametrize(("written", "text", "reasoning", "num_calls"), CHANNELS)
+def test_channels(written: str, text: str, reasoning: str | None, num_calls: int) -> None:
+    """Guards the headers that gpt-oss writes: a recipient in either place, types of content, several of a channel."""
+    answer = parse(reply_formats()["harmony"], written, tools=LOOK_TOOLS, reason=None)
+    assert (answer.text, answer.reasoning, len(answer.tool_calls)) == (text, reasoning, num_calls)
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "text", "reasoning"),
+    [
+        ("command-a", "<|START_TEXT|>Hi<|END_TEXT|>", "Hi", None),
+        ("granite3", "<think>a</think><response>\nHi\n</response>", "Hi", "a"),
+        ("granite3", "So: <response>x</response>", "So: <response>x</response>", None),
+        ("glm", "</think>Hi", "Hi", None),
+        ("glm", "Hi</think>", "Hi</think>", None),
+        ("kimi-vl", "Hi <think>x</think>", "Hi <think>x</think>", None),
+        ("llama4", "[1] Hi", "[1] Hi", None),
+        ("firefunction", "Use functools[x]", "Use functools[x]", None),
+        ("functionary-v3.2", "", "", None),
+        ("functionary-v3.2", "Hi", "Hi", None),
+    ],
+)
+def test_only_the_tags_of_a_format_count(name: str, written: str, text: str, reasoning: str | None) -> None:
+    """Guards text that looks like markup, and the tags around a text."""
+    answer = parse(reply_formats()[name], written, tools=LOOK_TOOLS)
+    assert (answer.text, answer.reasoning, answer.tool_calls) == (text, reasoning, ())
+
+
+PYTHON = [
+    ("f(a=1, b=[true, None], c={'d': -1.5})", '{"a": 1, "b": [true, null], "c": {"d": -1.5}}'),
+    ("f()", "{}"),
+    *((call, None) for call in ("f(1)", "f(**a)", "f(a=g())", "f(a=open)", "f(a=b'x')", "f(a={1})", "(f)(a=1)()", "1")),
+    ("f(a=" + "[" * 9999 + "]" * 9999 + ")", None),
+    ("f(a=" + "-" * 99999 + "1)", None),
+]
+
+
+@pytest.mark.parametrize(("call", "arguments"), PYTHON)
+def test_calls_of_python_are_literals(call: str, arguments: str | None) -> None:
+    """Guards against running or repairing what a model writes: only names, and literals as keyword arguments."""
+    answer = parse(reply_formats()["llama4"], f"[{call}]", tools=LOOK_TOOLS)
+    assert [one.arguments for one in answer.tool_calls] == ([] if arguments is None else [arguments])
+    assert answer.text == ("" if arguments is not None else f"[{call}]")
+
+
+def test_special_tokens_decide_what_the_template_does_not_show() -> None:
+    """Guards models whose template leaves calls and reasoning out."""
+    made = find_format("{{ messages }}", ["<|im_end|>", "<|tool_call_start|>", "</think>"])
+    assert (made.name, made.reasoning and made.reasoning.opening) == ("lfm2", "<think>")
+    assert find_format("<tool_call>", ["<|tool_call_start|>"]).name == "qwen3"

@@ -107,6 +107,8 @@ class OutputStream:
         for _ in self._parts:  # each turn gives it None
             pass
         is_cut, calls, note = reason == "length", list[ToolCall](), None
+        if not self._has["text"] and self._rest is None:
+            self._partial = self._partial.removeprefix(self._format.lead)
         if self._rest is not None:
             calls = self._finish_calls("".join(self._rest), is_cut=is_cut)
         elif self._partial and not is_cut:
@@ -170,7 +172,7 @@ class OutputStream:
 
     def _split(self) -> Generator[None, str | None]:
         """Adds what can be shown. Gets the output delta by delta, and None at the end."""
-        made, calls, text = self._format, self._calls, self._format.lead
+        made, calls, text = self._format, self._calls, "" if self._opened_by_template else self._format.lead
         opening = [made.reasoning.opening] if made.reasoning is not None and not made.headers else []
         wrapper = list(made.wrapper[:1] if made.wrapper else ())
         bare = [calls.bare] if calls is not None and calls.bare else []
@@ -250,6 +252,7 @@ class _TagFinder:
         """
         self._tags, self._firsts = tuple(tags), (*tags, *firsts)
         self._headers, self._header_end = (*made.headers, *made.first), made.header_end
+        self._words = made.first  # which may also be text
         self._white_space = white_space if tags else ""
         self._pattern = re.compile("|".join(map(re.escape, sorted(self._tags, key=len, reverse=True))) or r"(?!)")
         self.is_blank = True
@@ -286,6 +289,8 @@ class _TagFinder:
         if self.is_blank:
             word = text.lstrip()
             first = max((tag for tag in self._firsts if word.startswith(tag)), key=len, default=None)
+            if first in self._words and len(word) >= MAX_HEADER and self._header_end not in word[:MAX_HEADER]:
+                first = None
             start = len(text) - len(word)
             if any(tag.startswith(word) and tag != first for tag in self._firsts):
                 return start, None
