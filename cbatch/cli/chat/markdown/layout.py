@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from typing import NamedTuple
 
 from markdown_it.token import Token
@@ -18,6 +18,7 @@ from pygments.util import ClassNotFound
 
 from cbatch.cli.chat.markdown.lines import (
     LONG_LINE,
+    Fragment,
     StyledLine,
     append_text,
     cells,
@@ -289,8 +290,7 @@ def _table(tokens: list[Token], width: int) -> list[StyledLine]:
     widths = _shrink([max(1, *(cells(line) for row in rows for line in row[n])) for n in range(count)], available)
     for number, row in enumerate(rows):
         columns = [[part for line in cell for part in wrap(line, size)] for cell, size in zip(row, widths, strict=True)]
-        for place in range(max(map(len, columns))):
-            parts = (column[place] if place < len(column) else [] for column in columns)
+        for parts in zip_longest(*columns, fillvalue=list[Fragment]()):
             made: StyledLine = []
             for part, size, alignment in zip(parts, widths, alignments, strict=True):
                 spare = max(size - cells(part), 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from itertools import groupby, zip_longest
 
 from prompt_toolkit.utils import get_cwidth
 
@@ -54,10 +55,9 @@ def wrap_line(text: str, width: int, style: str, *, at_words: bool = True) -> li
 def side_by_side(columns: list[list[StyledLine]], width: int) -> list[StyledLine]:
     """Joins columns of lines, each `width` cells wide."""
     rows = []
-    for row in range(max(map(len, columns))):
+    for row in zip_longest(*columns, fillvalue=list[Fragment]()):
         line: StyledLine = []
-        for number, column in enumerate(columns):
-            cell = column[row] if row < len(column) else []
+        for number, cell in enumerate(row):
             line += [("class:fence", COLUMN_GAP)] if number else []
             line += [*cell, ("", " " * max(width - cells(cell), 0))]
         rows.append(line)
@@ -100,12 +100,5 @@ def append_text(line: StyledLine, style: str, text: str) -> None:
 
 def _words(fragments: Iterable[Fragment]) -> Iterator[StyledLine]:
     """Words, which may have several styles, and the blanks between them."""
-    word: StyledLine = []
-    for style, text in fragments:
-        for piece in _PIECE.findall(text):
-            if word and piece.isspace() != word[0][1].isspace():
-                yield word
-                word = []
-            word.append((style, piece))
-    if word:
-        yield word
+    pieces = ((style, piece) for style, text in fragments for piece in _PIECE.findall(text))
+    return (list(word) for _, word in groupby(pieces, key=lambda piece: piece[1].isspace()))
