@@ -52,7 +52,7 @@ OLDER_FIELDS = frozenset(
 )
 """Fields of rows that were written before rows had a check. A row with another field and no check is damaged."""
 
-_KEY = re.compile(f"[0-9a-f]{{{KEY_LENGTH}}}")
+KEY = re.compile(f"[0-9a-f]{{{KEY_LENGTH}}}")
 _KEY_FIELD = re.compile(rb'"key": ?"[0-9a-f]{%d}"' % KEY_LENGTH)
 _CHECK = re.compile(rb', "%s": "[0-9a-f]{8}"}\s*$' % CHECK.encode())
 
@@ -189,7 +189,7 @@ def _parse(line: bytes, is_checked: bool | None, *, may_be_older: bool) -> tuple
     if not isinstance(fields, dict) or not isinstance(fields.get("key"), str):
         raise ValueError("not a row of output, which has a key")
     index, key = fields.get("index"), fields["key"]
-    if type(index) is not int or not 0 <= index < 2**63 or not _KEY.fullmatch(key):
+    if type(index) is not int or not 0 <= index < 2**63 or not KEY.fullmatch(key):
         raise ValueError("not a row of output, its index or key is wrong")
     if not (is_checked or (may_be_older and fields.keys() <= OLDER_FIELDS)):
         raise ValueError("not as it was written: it does not end with a check")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntFlag
@@ -11,8 +10,7 @@ from itertools import count
 from typing import Any
 
 from cbatch.base.errors import RequestError
-from cbatch.batch.journal import CHECK
-from cbatch.requests.row_keys import KEY_LENGTH
+from cbatch.batch.journal import CHECK, KEY
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +49,6 @@ BOOKKEEPING = frozenset(ALWAYS) - {"id", "text"} | {"validation", "reasoning_tok
 Rows = Callable[[], Iterator[bytes]]
 """Gives the rows of results, as lines of JSON, from the beginning."""
 
-_KEY = re.compile(f"[0-9a-f]{{{KEY_LENGTH}}}")
-
 
 def split_result(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The columns of the answer in a row of results, and those of the input, which it has under `extra`."""
@@ -83,7 +79,7 @@ def input_names(columns: Iterable[str], taken: Collection[str]) -> dict[str, str
 def is_result(columns: Mapping[str, Any]) -> bool:
     """Whether the columns of a row are those of a result of an earlier run."""
     index, key = columns.get("index"), columns.get("key")
-    return isinstance(key, str) and _KEY.fullmatch(key) is not None and str(index).isdecimal()
+    return isinstance(key, str) and KEY.fullmatch(key) is not None and str(index).isdecimal()
 
 
 def carried_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
