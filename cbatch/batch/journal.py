@@ -7,9 +7,10 @@ import os
 import re
 from array import array
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 from zlib import crc32
 
 from cbatch.base.errors import ConfigError
@@ -224,7 +225,7 @@ class StoredRow:
     fields: dict[str, Any]
 
 
-class StoredRows:
+class StoredRows(ExitStack):
     """The rows of a file of JSON Lines, which may be compressed; the last one of each index counts.
 
     Used as a context. Keeps some 40 bytes for each row.
@@ -234,15 +235,15 @@ class StoredRows:
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if the file cannot be read, or no line of it was a row of output."""
-        self._name = str(path)
+        super().__init__()
         try:
-            self._file = path.open("rb")
+            self._file = self.enter_context(path.open("rb"))
         except OSError as error:
             raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
         try:
-            self.journal = Journal.read(decompressed(self._file), self._name)
+            self.journal = Journal.read(decompressed(self._file), str(path))
         except READ_ERRORS as error:
-            raise ConfigError(f"{self._name} cannot be read: {error}.") from error
+            raise ConfigError(f"{path} cannot be read: {error}.") from error
         self._numbers = array("q", self.journal.rows(input_order=True))
 
     def __len__(self) -> int:
@@ -261,9 +262,3 @@ class StoredRows:
                 wanted.remove(number)
                 if not wanted:
                     return
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
