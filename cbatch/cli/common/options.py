@@ -197,19 +197,11 @@ def record_options(
         for name, one in reversed(options_of(record).items()):
             if name not in skipped:
                 one = replace(one, default=None) if is_unset else one
-                command = _with_option(command, click_option(one, **changes.get(name, {})))
+                made = click_option(one, **changes.get(name, {}))
+                vars(command).setdefault("__click_params__", []).append(made)  # as Click's own decorators do
         return command
 
     return add
-
-
-def _with_option(command: Command, made: click.Option) -> Command:
-    """As Click's own decorators do."""
-    if isinstance(command, click.Command):
-        command.params.append(made)
-    else:
-        vars(command).setdefault("__click_params__", []).append(made)
-    return command
 
 
 def template_kwargs_option() -> Any:
