@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from cbatch.base.option import options_of
+from cbatch.batch.forms import unit_of
 from cbatch.cli.common.configured_command import ConfiguredCommand, preset_option
 from cbatch.cli.common.console import emit, notice
 from cbatch.cli.common.loading import open_engine
@@ -40,37 +41,25 @@ def verify(**values: Any) -> Literal[0, 1, 2]:
     with others are counted, and not run. A report goes to stdout as JSON. The exit code is 0 if all rows are equal, 1
     if some differ or are damaged, and 2 if some cannot be compared.
     """
+    from cbatch.batch.journal import StoredRows
+
     options = VerifyOptions.from_values(values)
     options.check_usage()
-    if options.offline:
-        return _verify_offline(options)
-    from cbatch.batch.engine_driver import EngineDriver
-    from cbatch.batch.journal import StoredRows
-
-    quiet = options.run.quiet
-    with StoredRows(Path(options.run.output)) as stored:
-        source = open_input(options.run)
-        with open_engine(options.run.engine, quiet=quiet, verbose=options.run.verbose) as engine:
-            from cbatch.cli.verify.verification import verify_rows
-
-            report = verify_rows(EngineDriver(engine.thread), options, source, stored)
-    return _show(report, quiet=quiet)
-
-
-def _verify_offline(options: VerifyOptions) -> Literal[0, 1, 2]:
-    from cbatch.batch.forms import unit_of
-    from cbatch.batch.journal import StoredRows
-    from cbatch.cli.verify.offline import check_file
-
     run = options.run
+    report: Report | FileReport
     with StoredRows(Path(run.output)) as stored:
         source = open_input(run) if options.prompts is not None else None
-        report = check_file(run.output, stored, unit_of(run.input_form), source)
-    return _show(report, quiet=run.quiet)
+        if source is None or options.offline:
+            from cbatch.cli.verify.offline import check_file
 
+            report = check_file(run.output, stored, unit_of(run.input_form), source)
+        else:
+            with open_engine(run.engine, quiet=run.quiet, verbose=run.verbose) as engine:
+                from cbatch.batch.engine_driver import EngineDriver
+                from cbatch.cli.verify.verification import verify_rows
 
-def _show(report: Report | FileReport, *, quiet: bool) -> Literal[0, 1, 2]:
-    for sentence in () if quiet else report.sentences():
+                report = verify_rows(EngineDriver(engine.thread), options, source, stored)
+    for sentence in () if run.quiet else report.sentences():
         notice(sentence)
     emit(json.dumps(report.as_dict(), indent=2, ensure_ascii=False))
     return report.exit_code
