@@ -9,10 +9,10 @@ from typing import Any, Literal
 import click
 from click.core import ParameterSource
 
-from cbatch.cli.bench.options import ABLATIONS, PEERS, PRESETS, SKEWED_WORK, STRATEGIES, BenchOptions
+from cbatch.cli.bench.options import PRESETS, SKEWED_WORK, BenchOptions
 from cbatch.cli.common.configured_command import ConfiguredCommand
 from cbatch.cli.common.console import emit, notice
-from cbatch.cli.common.options import NameListOption, engine_options, make_options, record_options, replica_options
+from cbatch.cli.common.options import engine_options, make_options, record_options, replica_options
 
 UNASKED = (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
 """Where values come from that a preset overrides: the built-in defaults and the configuration file."""
@@ -20,12 +20,7 @@ UNASKED = (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
 
 @click.command("bench", cls=ConfiguredCommand)
 @click.argument("prompts", metavar="[PROMPTS.jsonl]", required=False)
-@record_options(
-    BenchOptions,
-    strategies={"cls": NameListOption, "names": STRATEGIES},
-    ablate={"cls": NameListOption, "names": ABLATIONS},
-    peer={"cls": NameListOption, "names": PEERS},
-)
+@record_options(BenchOptions)
 @engine_options(max_seqs={"help": "Most requests that run at once; only with --users or --find-capacity."})
 @replica_options
 def bench(**values: Any) -> Literal[0]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
-from cbatch.base.option import option
+from cbatch.base.option import option, options_of
 from cbatch.batch.forms import InputForm
 from cbatch.cli.bench import workload
 from cbatch.cli.bench.workload import DistributionName, LengthDistribution, Workload, open_prompts
@@ -82,11 +82,13 @@ class BenchOptions:
     engine: EngineConfig
     replicas: ReplicaOptions
     format: InputForm | None = option(None, "Form of PROMPTS.", shown="by its ending, else jsonl")
-    strategies: Sequence[str] = option(",".join(STRATEGIES), "Strategies to compare.", **_NAMES)
+    strategies: Sequence[str] = option(",".join(STRATEGIES), "Strategies to compare.", choices=STRATEGIES, **_NAMES)
     ablate: Sequence[str] = option(
-        "", f"Switch off techniques, one at a time: {','.join(ABLATIONS)}.", shown="", **_NAMES
+        "", f"Switch off techniques, one at a time: {','.join(ABLATIONS)}.", shown="", choices=ABLATIONS, **_NAMES
     )
-    peer: Sequence[str] = option("", f"Compare with transformers too: {','.join(PEERS)}.", shown="", **_NAMES)
+    peer: Sequence[str] = option(
+        "", f"Compare with transformers too: {','.join(PEERS)}.", shown="", choices=PEERS, **_NAMES
+    )
     batch_size: int = option(8, "Slots of every strategy.", low=1)
     requests: int = option(32, "Synthetic requests.", low=1)
     input_len: str = option("16:256", "Prompt lengths in tokens.", metavar="LO:HI")
@@ -162,8 +164,8 @@ class BenchOptions:
 
     def check(self) -> None:
         """Raises ConfigError if options do not go together, or if results could not be written in the end."""
-        known = {"strategies": STRATEGIES, "ablate": ABLATIONS, "peer": PEERS}
-        for name, names in known.items():
+        for name in ("strategies", "ablate", "peer"):
+            names = options_of(BenchOptions)[name].choices
             if wrong := [one for one in getattr(self, name) if one not in names]:
                 raise ConfigError(f"--{name} is a list of {', '.join(names)}; {', '.join(wrong)} is not one of them.")
         self.replicas.check(self.engine)

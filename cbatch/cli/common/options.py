@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial, reduce
 from pathlib import Path
@@ -16,7 +16,7 @@ from click.shell_completion import CompletionItem
 from cbatch.base.chat_template_options import TemplateOptions
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError, RequestError
-from cbatch.base.option import OptionField, option, options_of, parse_json
+from cbatch.base.option import Option, OptionField, option, options_of, parse_json
 from cbatch.base.params import PARAM_NAMES, PARAMS, SamplingParams
 from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.extras import require_package
@@ -70,15 +70,13 @@ class ModelOption(click.Option):
 
 
 class NameListOption(click.Option):
-    """A list of names with commas between them. A shell completes the last one with those that the list lacks."""
+    """A list of some choices, with commas between them. A shell completes the last one with those that it lacks."""
 
-    def __init__(self, *declarations: Any, names: Sequence[str], **attributes: Any) -> None:
-        super().__init__(*declarations, **attributes)
-        self.names = names
+    about: Option
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         before, comma, last = incomplete.rpartition(",")
-        left = [name for name in self.names if name not in before.split(",")]
+        left = [name for name in self.about.choices if name not in before.split(",")]
         return [CompletionItem(f"{before}{comma}{name}") for name in left if name.startswith(last)]
 
 
@@ -144,6 +142,8 @@ def click_option(one: OptionField, **changes: Any) -> click.Option:
             "callback": _reader(about.parse, one.default),
             "default": one.default if isinstance(one.default, str) else None,
         }
+        if about.choices:
+            given["cls"] = NameListOption
     elif one.kinds in ((int,), (float,)):
         given["type"] = _number(one)
     if one.is_list:
