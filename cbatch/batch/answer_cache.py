@@ -126,7 +126,6 @@ class AnswerCache:
                 database.executescript("PRAGMA incremental_vacuum")  # which `execute` would do in part
 
     def remove(self, key: bytes) -> None:
-        """Removes an answer that is of no use."""
         with self._guarded() as database:
             if database is not None:
                 database.execute(_DELETE, (key,))

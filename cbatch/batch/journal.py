@@ -119,7 +119,6 @@ class Journal:
         return self.first_checked is not None and number >= self.first_checked
 
     def row(self, number: int) -> bytes:
-        """The bytes of a row."""
         assert self.fd is not None
         start, stop = self.starts[number], self.end if number + 1 == len(self.starts) else self.starts[number + 1]
         return os.pread(self.fd, stop - start, start)

@@ -38,8 +38,6 @@ def parse_line(line: Line, options: RowOptions = DEFAULT_OPTIONS) -> Request:
 
 
 class LineProcessor:
-    """Makes requests of the lines of an input."""
-
     def __init__(
         self, inputs: InputProcessor, options: RowOptions = DEFAULT_OPTIONS, *, takes_known: bool = True
     ) -> None:
@@ -54,7 +52,6 @@ class LineProcessor:
         return cls(engine.input_processor(options.defaults), options, takes_known=takes_known)
 
     def key(self, line: Line) -> str:
-        """The key of a line's row of output."""
         row = self._row(line)
         try:
             return self.inputs.request(row).key

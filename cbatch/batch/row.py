@@ -147,7 +147,6 @@ class Row:
         return self._data
 
     def finish(self, completion: Completion) -> None:
-        """Sets the result."""
         self.completion, self.outcome = completion, RowOutcome.of(completion)
         self.finished_at = completion.timing.finished_at
 

@@ -157,7 +157,6 @@ class TableLayout:
         self.errors = 0
 
     def add(self, fields: Mapping[str, Any]) -> None:
-        """Takes the columns of a row of results into account."""
         answer, columns = split_result(fields)
         self.errors += answer["error_code"] is not None
         for seen, values in ((self._answer, answer), (self._input, columns)):

@@ -48,7 +48,6 @@ def _other_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measure(options: BenchOptions) -> None:
-    """Measures, and shows and writes what was found."""
     from cbatch.cli.bench import comparison, load, skew
     from cbatch.cli.bench.page import draw, write_files
 

@@ -272,7 +272,6 @@ def done_of(report: Report) -> list[Result]:
 
 
 def page_of(report: Report, pictures: Mapping[str, Picture]) -> Page:
-    """pictures: those of `charts`, or none"""
     data, work, rounds = report.data, report.data["work"], report.data["work"]["rounds"]
     subject, baseline = _rivals(report)
     if baseline is None:
@@ -408,7 +407,6 @@ def _table(columns: Mapping[str, str], found: Iterable[Mapping[str, Any]]) -> Ta
 
 
 def waste_table(runs: Sequence[Result]) -> Table:
-    """The computed and the wasted tokens, one line a strategy."""
     has_drafts = any(one["drafted_tokens"] for one in runs)
 
     def acceptance(run: Result) -> str:

@@ -228,7 +228,6 @@ def _is_judged(run: Mapping[str, Any]) -> bool:
 
 
 def page_of(report: Report, pictures: Mapping[str, Picture]) -> Page:
-    """pictures: that of `charts`, or none"""
     data, work = report.data, report.data["work"]
     runs = {users: run.figures for users, run in medians(report.runs).items()}
     first, tps = units.round_duration(work["slo_ttft_s"]), units.plain(work["slo_tps"])

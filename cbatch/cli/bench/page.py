@@ -109,7 +109,6 @@ class Picture(NamedTuple):
 
 
 def draw(charts: Charts) -> dict[str, Picture]:
-    """The pictures of charts, by the stems of their files."""
     from cbatch.cli.bench.pictures.style import svg_texts
 
     return {name: Picture(ALTS[name], svg) for name, svg in svg_texts(charts).items()}
@@ -158,7 +157,6 @@ class Page:
         return [*found, Detail("Machine and versions", [Table([], lines, has_words=True)])]
 
     def print(self) -> None:
-        """Prints what was measured, the tables and the remarks."""
         machine = self.data["machine"]
         emit(safe(self.data["model"]))
         emit(safe(f"{machine['device']}, {machine['threads']} threads, torch {machine['torch']}"))

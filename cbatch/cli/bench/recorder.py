@@ -102,7 +102,6 @@ class RunRecord:
     example: ExampleStep | None = None
 
     def tokens(self, *kinds: TokenKind) -> int:
-        """Tokens of these kinds that were computed."""
         return sum(step.tokens(*kinds) for step in self.steps)
 
     @property
@@ -179,7 +178,6 @@ class RunRecorder:
             self._step()
 
     def finish(self) -> RunRecord:
-        """Stops recording and returns the record."""
         self.engine.on_step = None  # breaks the reference cycle, so that the engine's memory is freed at once
         self.record.elapsed_s = clock() - self._began
         self.record.preemptions = self.engine.stats().num_preemptions

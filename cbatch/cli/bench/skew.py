@@ -68,7 +68,6 @@ def gain_of(static: RunRecord, continuous: RunRecord, work: Workload) -> dict[st
 
 
 def gain_sentence(gain: Mapping[str, Any]) -> str:
-    """The gain and its factors in words."""
     return (
         f"Continuous batching is {gain['measured']:.2f} × as fast as static batches: {gain['slots']:.2f} by slots that "
         f"do not wait, × {gain['padding']:.2f} without padding, × {gain['tail']:.2f} for empty slots at the end, "
@@ -163,7 +162,6 @@ def skew_table(points: list[dict[str, Any]]) -> Table:
 
 
 def page_of(report: Report, pictures: Mapping[str, Picture]) -> Page:
-    """pictures: that of `charts`, or none"""
     work, points = report.data["work"], report.data["points"]
     best = max(points, key=lambda point: point["gain"]["measured"])
     gain, skew = best["gain"], f"{best['skew']:g}"

@@ -209,7 +209,6 @@ class Experiment:
         return record
 
     def warm_up(self, strategy: Strategy) -> None:
-        """Runs a strategy on a little of the work."""
         replace(self, work=self.work.warmup).measure(strategy)
 
 

@@ -139,7 +139,6 @@ class ChatController:
             self.switch(self.sessions[min(index, len(self.sessions) - 1)])
 
     def _add(self, session: Session) -> Session:
-        """Adds a session and makes it the current one."""
         self._num_opened += 1
         session.number = self._num_opened
         self.sessions.append(session)

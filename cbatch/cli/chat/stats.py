@@ -43,7 +43,6 @@ class ChatStats:
         return max(after - before, 0) / (end - start) if end > start else 0.0
 
     def lines(self) -> list[str]:
-        """The figures of `/stats`."""
         engine = self._controller.client_of(self._controller.current).engine
         if engine is None:
             return ["loading the model"]

@@ -280,7 +280,6 @@ class SamplingOptions:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> SamplingOptions:
-        """Makes the record from Click's values."""
         # An empty tuple of stop strings means that none was given.
         given = {name: values[name] for name in SAMPLING_FIELDS if values[name] not in (None, ())}
         if values["json_schema"] is not None:

@@ -41,7 +41,6 @@ class InputCheck:
         self._doubled: list[dict[str, Any]] = []
 
     def report(self, lines: Iterator[Line], on_progress: Callable[[], None]) -> dict[str, Any]:
-        """Checks all lines and returns the report."""
         for line in lines:
             self.rows += 1
             self._check_line(line)

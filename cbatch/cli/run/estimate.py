@@ -82,8 +82,6 @@ class RowSample:
 
 
 class Span(NamedTuple):
-    """Least, likely and most."""
-
     least: float
     likely: float
     most: float
@@ -376,7 +374,6 @@ class RunEstimate:
         }
 
     def sentences(self) -> list[str]:
-        """The sentences for people."""
         begun, ended = len(self._begun), sum(one.has_ended for one in self._begun)
         return [
             f"estimate: {self.seconds.words(duration)}, "

@@ -57,8 +57,6 @@ _input, _rows, _output, _resuming, _answers, _report = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """The options of `cbatch run`."""
-
     input: str = "-"
     format: InputForm | None = _input(
         None,
@@ -220,7 +218,6 @@ class RunOptions:
         return TokenJournalConfig(str(path), self.resume, interval_s)
 
     def row_options(self) -> RowOptions:
-        """The options of every row."""
         defaults = RequestDefaults(
             params=self.sampling.params,
             system=self.sampling.system,

@@ -69,7 +69,6 @@ def lay_out(chunks: list[tuple[RecordedChunk, BlockTable]], block_size: int) -> 
 
 
 def plot_step(record: RunRecord, example: ExampleStep) -> Figure:
-    """One step of a record."""
     chunks, size = list(zip(record.steps[example.step].chunks, example.block_tables, strict=True)), example.block_size
     drawn, width = lay_out(choose_chunks(chunks), size)
     heights = [ROW, drawn[-1].bottom, ROW, ROW]

@@ -83,7 +83,6 @@ class FrontEnd:
 
     @property
     def session(self) -> Session:
-        """The current one."""
         return self.controller.current
 
     @property

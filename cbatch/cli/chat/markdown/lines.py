@@ -86,7 +86,6 @@ def wrap(fragments: Iterable[Fragment], width: int, *, at_words: bool = True) ->
 
 
 def cells(line: StyledLine) -> int:
-    """Width of a line."""
     return sum(get_cwidth(text) for _, text in line)
 
 

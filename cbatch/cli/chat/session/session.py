@@ -178,7 +178,6 @@ class Reply:
 
     @property
     def can_continue(self) -> bool:
-        """Whether it was cut off."""
         return self.state in ("stopped", "length") or (self.state == "error" and bool(self.generated))
 
     def begin(self, now: float) -> None:
