@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from textwrap import shorten
 
 
@@ -77,6 +79,15 @@ def as_error(raised: BaseException) -> Exception:
     error = NativePanic(str(raised).rstrip(". ") or type(raised).__name__)
     error.__cause__ = raised
     return error
+
+
+@contextmanager
+def os_errors_as(kind: type[CbatchError], what: str) -> Iterator[None]:
+    """Raises an error of the system as another kind of error, which says what cannot be done, and why."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what}: {error.strerror}.") from error
 
 
 def in_short(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 from zlib import crc32
 
-from cbatch.base.errors import ConfigError
+from cbatch.base.errors import ConfigError, os_errors_as
 from cbatch.base.units import format_count
 from cbatch.batch.forms import READ_ERRORS, decompressed
 from cbatch.requests.row_keys import KEY_LENGTH
@@ -235,10 +235,8 @@ class StoredRows(ExitStack):
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if the file cannot be read, or no line of it was a row of output."""
         super().__init__()
-        try:
+        with os_errors_as(ConfigError, f"Cannot read {path}"):
             self._file = self.enter_context(path.open("rb"))
-        except OSError as error:
-            raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
         try:
             self.journal = Journal.read(decompressed(self._file), str(path))
         except READ_ERRORS as error:

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cbatch.base.errors import ConfigError
+from cbatch.base.errors import ConfigError, os_errors_as
 from cbatch.base.outputs import KnownOutput, TokenLogprobs
 
 CHECK_BYTES = 8
@@ -144,10 +144,8 @@ class TokenJournal:
         self._live = 0
         """Bytes of them all."""
         self.unfinished: dict[int, UnfinishedRow] = {}
-        try:
+        with os_errors_as(ConfigError, f"Cannot use {path}"):
             self._begin(resume=resume)
-        except OSError as error:
-            raise ConfigError(f"Cannot use {path}: {error.strerror}.") from error
 
     def append(self, records: Iterable[TokenRecord]) -> None:
         """Adds tokens, which are on disk then."""

@@ -21,6 +21,7 @@ from cbatch.base.errors import (
     RunFailed,
     as_error,
     in_short,
+    os_errors_as,
 )
 from cbatch.batch.driver import RowStream
 from cbatch.batch.journal import SUPERSEDED, Journal, with_check
@@ -161,13 +162,11 @@ class FileWriter(RowWriter):
         self._journal = Journal()
         self._unsynced_since: float | None = None
         self._is_new = not self._path.exists()
-        try:
+        with os_errors_as(ConfigError, f"Cannot write {path}"):
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
             self._lock()
             with self._open_ordered():
                 self._ordered_path.unlink()
-        except OSError as error:
-            raise ConfigError(f"Cannot write {path}: {error.strerror}.") from error
 
     def _open_ordered(self) -> IO[bytes]:
         """Opens a new file for the ordered rows. Removes one that a killed run left; never follows a link."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Literal
 
-from cbatch.base.errors import ConfigError
+from cbatch.base.errors import ConfigError, os_errors_as
 from cbatch.base.params import SamplingParams
 from cbatch.batch.forms import input_form, unit_of
 
@@ -160,11 +160,8 @@ def open_prompts(path: str, form: InputForm | None = None) -> Iterator[RowInput]
     """
     from cbatch.batch.tables.row_input import RowInput
 
-    try:
-        with Path(path).open("rb") as file:
-            yield RowInput(file, path, form or input_form(path), is_sure=form is not None)
-    except OSError as error:
-        raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
+    with os_errors_as(ConfigError, f"Cannot read {path}"), Path(path).open("rb") as file:
+        yield RowInput(file, path, form or input_form(path), is_sure=form is not None)
 
 
 def read_workload(path: str, engine: Engine, asked_form: InputForm | None = None) -> Workload:

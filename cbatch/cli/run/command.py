@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 import click
 
-from cbatch.base.errors import ConfigError
+from cbatch.base.errors import ConfigError, os_errors_as
 from cbatch.cli.common.configured_command import ConfiguredCommand, preset_option
 from cbatch.cli.common.console import OutputStream, emit, notice, safe_json, show_progress
 from cbatch.cli.common.exits import handle_signals
@@ -137,10 +137,8 @@ def open_input(options: RunOptions) -> RowInput:
     shard = Shard.parse(options.shard) if options.shard is not None else WHOLE
     name = options.input
     if name != "-":
-        try:
+        with os_errors_as(ConfigError, f"Cannot read {name}"):
             stream: IO[bytes] = Path(name).open("rb")  # noqa: SIM115
-        except OSError as error:
-            raise ConfigError(f"Cannot read {name}: {error.strerror}.") from error
     elif sys.stdin is None:
         raise ConfigError("There is no input: stdin is closed.")
     else:
@@ -215,12 +213,10 @@ def stats_file(options: RunOptions, stats: RunStats) -> Iterator[None]:
     name = options.stats
     if name == "-" and (options.output == "-" or options.check):
         raise ConfigError("--stats - writes to stdout, where other output goes; name a file with -o, or for --stats.")
-    try:
-        if name not in (None, "-"):
+    if name not in (None, "-"):
+        with os_errors_as(ConfigError, f"Cannot write {name}"):
             check_distinct_file("--stats", name, {"the input": options.input, "the output": options.output})
             Path(name).open("a").close()
-    except OSError as error:
-        raise ConfigError(f"Cannot write {name}: {error.strerror}.") from error
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from itertools import islice, zip_longest
 from pathlib import Path
 
+from cbatch.base.errors import os_errors_as
 from cbatch.base.units import format_count
 from cbatch.cli.chat.commands.registry import ALIASES, COMMANDS, FrontEnd, command, did_you_mean, parse_number
 from cbatch.cli.chat.engine_client import takes_messages
@@ -170,7 +171,7 @@ def do_export(chat: FrontEnd, name: str) -> None:
     if session.last is None:
         raise UserError("There is no message yet.")
     client, engine, reply = chat.controller.client_of(session), chat.engine, session.last.reply
-    try:
+    with os_errors_as(UserError, f"Cannot write {path}"):
         if path.suffix == ".md":
             with path.open("x", encoding="utf-8", errors="replace") as file:
                 file.write(to_markdown(session, engine.loaded.name))
@@ -185,8 +186,6 @@ def do_export(chat: FrontEnd, name: str) -> None:
             append_row(path, row)
         else:
             raise UserError(f"{path.name} must end in .md or .jsonl.")
-    except OSError as error:
-        raise UserError(f"Cannot write {path}: {error.strerror}.") from error
     chat.show(f"written to {path}")
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cbatch.base.errors import RequestError
+from cbatch.base.errors import RequestError, os_errors_as
 from cbatch.base.params import SamplingParams, derive_seed
 from cbatch.base.request import Request
 from cbatch.base.strict_json import parse_json_object
@@ -147,8 +147,5 @@ def _find_row(path: Path, index: int) -> Request:
 
 
 def _lines(path: Path) -> Iterator[Line]:
-    try:
-        with path.open("rb") as file:
-            yield from read_lines(file)
-    except OSError as error:
-        raise UserError(f"Cannot read {path}: {error.strerror}.") from error
+    with os_errors_as(UserError, f"Cannot read {path}"), path.open("rb") as file:
+        yield from read_lines(file)

@@ -10,6 +10,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from cbatch.base.errors import os_errors_as
 from cbatch.cli.common.exits import UserError
 
 MAX_BYTES = 16 * 2**20
@@ -75,16 +76,15 @@ def expand_names(text: str) -> list[Path]:
 
 def read_text(path: Path, limit: int = MAX_BYTES) -> str:
     """Reads a UTF-8 file of at most `limit` bytes. Raises UserError if that is not possible."""
-    try:
+    with os_errors_as(UserError, f"Cannot read {path}"):
         if path.exists() and not path.is_file():  # a pipe could block for ever
             raise UserError(f"Cannot read {path}: it is not a regular file.")
         with path.open("rb") as file:
             data = file.read(limit + 1)
-        if len(data) > limit:
-            raise UserError(f"{path} is longer than {limit >> 20} MiB.")
+    if len(data) > limit:
+        raise UserError(f"{path} is longer than {limit >> 20} MiB.")
+    try:
         return data.decode()
-    except OSError as error:
-        raise UserError(f"Cannot read {path}: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text (byte {error.start + 1}).") from error
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from prompt_toolkit.history import History
 
 from cbatch.base.chat_template_options import TemplateOptions
-from cbatch.base.errors import RequestError
+from cbatch.base.errors import RequestError, os_errors_as
 from cbatch.base.params import SamplingParams
 from cbatch.base.strict_json import parse_json_object
 from cbatch.cli.chat.session.files import as_path, make_private, read_text, write_private
@@ -189,14 +189,12 @@ class SessionStore:
         """Saves a session under a name, now and from now on. Raises UserError if that is not possible."""
         path, before = self.path_of(name), session.path
         self.wait()
-        try:
+        with os_errors_as(UserError, f"Cannot write {path}"):
             if path.exists() and path != before:
                 raise UserError(f"{path} exists already; choose another name: /save NAME.")
             if path == before and path.exists() and _file_version(path) != self._known_versions.get(path):
                 raise UserError(f"Another chat has changed {path}; choose another name: /save NAME.")
             self._write(path, to_json(session))
-        except OSError as error:
-            raise UserError(f"Cannot write {path}: {error.strerror}.") from error
         if before is not None and before != path and before.name.startswith(self._run_id):
             before.unlink(missing_ok=True)
             self.written.discard(before)
@@ -241,22 +239,18 @@ class SessionStore:
 
         Raises UserError if the file cannot be looked at.
         """
-        try:
-            with suppress(UserError):  # what cannot be a file may still be a session's name
-                if (path := self.path_of(name)).exists():
-                    return path
-        except OSError as error:
-            raise UserError(f"Cannot read {name[:80]}: {error.strerror}.") from error
+        # What cannot be a file may still be a session's name.
+        with os_errors_as(UserError, f"Cannot read {name[:80]}"), suppress(UserError):
+            if (path := self.path_of(name)).exists():
+                return path
         named = (saved.path for saved in self.saved_sessions() if saved.name == name)
         return next(named, self.path_of(name) if _is_path(name) else None)  # reading it says what is wrong
 
     def delete(self, path: Path) -> None:
         """Removes a saved session. Raises UserError if that is not possible."""
         self.wait()
-        try:
+        with os_errors_as(UserError, f"Cannot delete {path}"):
             path.unlink()
-        except OSError as error:
-            raise UserError(f"Cannot delete {path}: {error.strerror}.") from error
         self.written.discard(path)
 
     def _try_to_write(self, session: Session, path: Path, own: Path, fields: dict[str, Any]) -> None:
