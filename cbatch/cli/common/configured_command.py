@@ -183,10 +183,10 @@ class ConfiguredCommand(click.Command):
 
     def __init__(self, *arguments: Any, **attributes: Any) -> None:
         super().__init__(*arguments, **attributes)
-        for key, option in option_keys(self).items():
+        for key, option in reversed(option_keys(self).items()):
             option.show_envvar = True
-            if not isinstance(option.envvar, str):  # Click would name the variable after our name for it
-                option.envvar = [*(option.envvar or ()), f"CBATCH_{self.name}_{key}".upper()]
+            # Click would name it after our name for the option. What all commands read, such as CBATCH_MODEL, is last.
+            option.envvar = [f"CBATCH_{self.name}_{key}".upper(), *(option.envvar or ())]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Reads the file before the options. What is wrong in it counts only if nobody asks for help."""

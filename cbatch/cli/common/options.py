@@ -24,7 +24,6 @@ from cbatch.requests.param_names import own_params
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-    from click.types import OptionHelpExtra
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Options = TypeVar("Options", bound="DataclassInstance")
@@ -47,10 +46,7 @@ class JsonListOption(click.Option):
 
 
 class ModelOption(click.Option):
-    """Prefers the command's own environment variable to CBATCH_MODEL, which all commands read.
-
-    A shell completes it with the models on this machine, and with folders.
-    """
+    """A shell completes it with the models on this machine, and with folders."""
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         from cbatch.cli.common.local_models import local_models
@@ -58,15 +54,6 @@ class ModelOption(click.Option):
         names = [model.name for model in local_models()]
         fitting = [name for name in names if name.lower().startswith(incomplete.lower())]
         return [CompletionItem(incomplete, type="dir"), *map(CompletionItem, fitting)]
-
-    def get_help_extra(self, ctx: click.Context) -> OptionHelpExtra:
-        extra = super().get_help_extra(ctx)
-        if shared := extra.get("envvars"):
-            extra["envvars"] = (f"{ctx.auto_envvar_prefix}_MODEL", *shared)
-        return extra
-
-    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
-        return os.environ.get(f"{ctx.auto_envvar_prefix}_MODEL") or super().resolve_envvar_value(ctx)
 
 
 class NameListOption(click.Option):
@@ -149,7 +136,7 @@ def click_option(one: OptionField, **changes: Any) -> click.Option:
     if one.is_list:
         given |= {"multiple": True, "cls": JsonListOption}
     if one.name == "model":
-        given |= {"cls": ModelOption, "envvar": "CBATCH_MODEL"}
+        given |= {"cls": ModelOption, "envvar": ["CBATCH_MODEL"]}
     help = about.help
     if shown is None and "default" not in changes:
         given["show_default"] = one.default is not None and one.default is not False and not one.is_list
