@@ -13,6 +13,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from cbatch.cli.bench.workload import Outputs, Workload
+from cbatch.runtime.transfer import synchronize
 
 PAGE_SIZE = 256
 """Tokens in a page of transformers' own paged cache: its default."""
@@ -48,8 +49,7 @@ class PeerSetup:
 
     def now(self) -> float:
         """Seconds, once the device has finished its work."""
-        if self.network.device.type != "cpu":
-            torch.accelerator.synchronize(self.network.device)
+        synchronize(self.network.device)
         return time.perf_counter()
 
 

@@ -24,6 +24,7 @@ from cbatch import __version__
 from cbatch.api import Engine
 from cbatch.cli.bench.workload import Workload
 from cbatch.model.base import LinearCost
+from cbatch.runtime.transfer import synchronize
 
 ROWS_PER_STEP = 256
 """Output tokens that share one reading of the weights. A run's own batch size would make small batches look good."""
@@ -103,13 +104,11 @@ def best_time(work: Callable[[], Any], device: torch.device, repeats: int) -> fl
     """Seconds of `work` in the best round, after a warm-up. Repeats within a round hide a GPU's launch overhead."""
     times: list[float] = []
     for _ in range(1 + ROUNDS):
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+        synchronize(device)
         start = clock()
         for _ in range(repeats):
             work()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+        synchronize(device)
         times.append((clock() - start) / repeats)
         if len(times) > 1 and sum(times) * repeats > ROUNDS_S:
             break
