@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from cbatch.cli.bench.recorder import TOKEN_KINDS, RecordedStep, RunRecord, TokenKind
+from cbatch.cli.bench.recorder import TOKEN_KINDS, RunRecord, TokenKind
 
 KIND_LABELS: dict[TokenKind, str] = {
     "prefill": "prefill (prompt)",
@@ -50,24 +50,24 @@ def side_by_side(records: Mapping[str, RunRecord]) -> dict[str, RunRecord]:
     return {title: records[title] for title in ("static batches", "continuous") if title in records}
 
 
-def chunk_intervals(step: RecordedStep) -> Iterator[Interval]:
-    """An interval for each chunk of a step. Chunks of one slot share the step's time by their tokens."""
-    tokens: Counter[int] = Counter()
-    for chunk in step.chunks:
-        tokens[chunk.slot] += chunk.tokens
-    starts = dict.fromkeys(tokens, step.start)
-    for chunk in step.chunks:
-        start = starts[chunk.slot]
-        starts[chunk.slot] = end = start + (step.end - step.start) * chunk.tokens / tokens[chunk.slot]
-        yield Interval(chunk.slot, chunk.request, chunk.kind, start, end)
+def chunk_intervals(record: RunRecord) -> Iterator[Interval]:
+    """An interval for each chunk of each step. Chunks of one slot share the step's time by their tokens."""
+    for step in record.steps:
+        tokens: Counter[int] = Counter()
+        for chunk in step.chunks:
+            tokens[chunk.slot] += chunk.tokens
+        starts = dict.fromkeys(tokens, step.start)
+        for chunk in step.chunks:
+            start = starts[chunk.slot]
+            starts[chunk.slot] = end = start + (step.end - step.start) * chunk.tokens / tokens[chunk.slot]
+            yield Interval(chunk.slot, chunk.request, chunk.kind, start, end)
 
 
 def binned(record: RunRecord, bin_s: float, bins: int) -> Iterator[tuple[Interval, int, float]]:
     """Cuts the intervals of all chunks into bins of `bin_s` seconds: yields interval, bin and seconds in it."""
-    for step in record.steps:
-        for interval in chunk_intervals(step):
-            for n in range(int(interval.start / bin_s), min(int(interval.end / bin_s), bins - 1) + 1):
-                yield interval, n, min(interval.end, (n + 1) * bin_s) - max(interval.start, n * bin_s)
+    for interval in chunk_intervals(record):
+        for n in range(int(interval.start / bin_s), min(int(interval.end / bin_s), bins - 1) + 1):
+            yield interval, n, min(interval.end, (n + 1) * bin_s) - max(interval.start, n * bin_s)
 
 
 def slot_intervals(record: RunRecord) -> list[Interval]:
@@ -75,7 +75,7 @@ def slot_intervals(record: RunRecord) -> list[Interval]:
     found: list[Interval] = []
     latest: dict[int, Interval] = {}
     max_gap = record.elapsed_s * MAX_GAP
-    for interval in (one for step in record.steps for one in chunk_intervals(step)):
+    for interval in chunk_intervals(record):
         before = latest.get(interval.slot)
         interval.is_entry = before is None or before.request != interval.request
         if before and not interval.is_entry and before.kind == interval.kind and interval.start - before.end <= max_gap:
@@ -89,9 +89,8 @@ def slot_intervals(record: RunRecord) -> list[Interval]:
 def time_shares(record: RunRecord) -> dict[str, float]:
     """Shares of all slots' time: useful, on padding, idle (past an end), and empty. They sum to 1."""
     seconds: dict[str, float] = dict.fromkeys(TOKEN_KINDS, 0.0)
-    for step in record.steps:
-        for interval in chunk_intervals(step):
-            seconds[interval.kind] += interval.seconds
+    for interval in chunk_intervals(record):
+        seconds[interval.kind] += interval.seconds
     busy = sum(seconds.values())
     whole = max(record.slots * record.elapsed_s, busy) or 1.0
     useful = seconds.pop("prefill") + seconds.pop("decode")
