@@ -320,25 +320,21 @@ class BatchDriver(Protocol):
     @property
     def limits(self) -> EngineLimits:
         """The limits of one engine."""
-        ...
 
     @property
     def num_engines(self) -> int: ...
 
     def stats(self) -> EngineStats:
         """The sums over all engines, those that have died included (see `total_stats`)."""
-        ...
 
     def each(self) -> Sequence[ReplicaStatus]:
         """How each replica is; none for an engine of this process."""
-        ...
 
     def keyed(self, options: RowOptions, lines: Iterable[Line]) -> Iterator[tuple[Line, str]]:
         """The lines in their order, each with the key of its row of output; reads only so far ahead.
 
         Raises RequestError if the options' defaults are wrong.
         """
-        ...
 
     def open(self, options: RowOptions, *, window: int | None = None) -> RowStream:
         """Begins a batch.
@@ -347,4 +343,3 @@ class BatchDriver(Protocol):
 
         Raises RequestError if the options' defaults are wrong.
         """
-        ...
