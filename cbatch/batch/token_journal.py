@@ -60,13 +60,12 @@ def parse_record(line: bytes) -> TokenRecord:
     if check != _checksum(data):
         raise ValueError("the checksum is another one")
     fields = json.loads(data)
-    tokens, packed = fields["tokens"], fields.get("logprobs", ())
+    tokens, packed = fields["tokens"], fields.pop("logprobs", ())
     logprobs = [
         TokenLogprobs(token, logprob, [(other, value) for other, value in top])
         for token, (logprob, top) in zip(tokens, packed, strict=bool(packed))
     ]
-    known = KnownOutput(tokens, logprobs)
-    return TokenRecord(fields["line"], fields["row_key"], fields["request"], fields["output"], fields["start"], known)
+    return TokenRecord(**fields | {"tokens": KnownOutput(tokens, logprobs)})
 
 
 def _parsed(lines: Iterable[bytes]) -> Iterator[TokenRecord | None]:

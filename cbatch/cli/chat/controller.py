@@ -102,7 +102,7 @@ class ChatController:
         made = Session(self._new_name(name), system=self.system, params=dict(self.params), seed=self.seed)
         return self._add(made)
 
-    def open_saved(self, session: Session) -> Session:
+    def open_saved(self, session: Session) -> None:
         """Adds a session from a file. It takes the place of the one that the chat began with, if nobody used that."""
         if not self.has_model(session.model):
             session.add_notice(f"Replies came from {session.model}; /model {session.model} loads it again.")
@@ -115,7 +115,6 @@ class ChatController:
         self._add(session)
         if replaced is not None:
             self.close(replaced)
-        return session
 
     def fork(self, session: Session, name: str | None = None) -> Session:
         """Opens a copy of a session and makes it the current one."""
