@@ -17,13 +17,8 @@ from cbatch.base.errors import CbatchError, EngineError, Interrupted, ReaderGone
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.exits import EXIT_FATAL, EXIT_PIPE, EXIT_USAGE, SIGNALS, raise_interrupted
 
-COMMANDS = {
-    "run": "cbatch.cli.run.command",
-    "verify": "cbatch.cli.verify.command",
-    "chat": "cbatch.cli.chat.command",
-    "bench": "cbatch.cli.bench.command",
-    "info": "cbatch.cli.info.command",
-}
+COMMANDS = ("run", "verify", "chat", "bench", "info")
+"""Each is made in a module `command` of its own folder."""
 
 
 class LazyGroup(click.Group):
@@ -35,7 +30,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(importlib.import_module(COMMANDS[cmd_name]), cmd_name)
+        command: click.Command = getattr(importlib.import_module(f"cbatch.cli.{cmd_name}.command"), cmd_name)
         return command
 
 
