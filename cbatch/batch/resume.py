@@ -207,12 +207,7 @@ def plan_resume(journal: Journal, lines: Iterator[Line], keyed: Keyed, how: Resu
 
 
 def _lines_to_compare(
-    plan: ResumePlan,
-    lines: Iterator[Line],
-    compared: deque[int],
-    limits: Sequence[int],
-    *,
-    retry_errors: bool,
+    plan: ResumePlan, lines: Iterator[Line], compared: deque[int], limits: Sequence[int], *, retry_errors: bool
 ) -> Iterator[Line]:
     """The lines whose row is kept if its key fits, each again with the limits that earlier runs may have had.
 

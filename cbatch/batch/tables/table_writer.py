@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.base.errors import ConfigError
-from cbatch.batch.forms import (
-    READ_ERRORS,
-    Compression,
-    OutputForm,
-    check_output,
-    decompressed,
-)
+from cbatch.batch.forms import READ_ERRORS, Compression, OutputForm, check_output, decompressed
 from cbatch.batch.journal import Journal
 from cbatch.batch.lines import Line
 from cbatch.batch.resume import KEEP, Keyed, ResumePlan, Resuming, plan_resume

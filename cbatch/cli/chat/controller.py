@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cbatch.base.params import derive_seed
 from cbatch.cli.chat.engine_client import EngineClient, ReplyRequest
-from cbatch.cli.chat.session.session import (
-    CONTEXT_FULL,
-    Notice,
-    Reply,
-    Session,
-    Turn,
-    pastes_in,
-    round_messages,
-)
+from cbatch.cli.chat.session.session import CONTEXT_FULL, Notice, Reply, Session, Turn, pastes_in, round_messages
 from cbatch.cli.chat.session.store import SessionStore
 from cbatch.cli.chat.toolbox import ToolBox
 from cbatch.cli.common.console import safe

@@ -65,9 +65,7 @@ class RunOptions:
         shown="by the ending of INPUT, else jsonl",
     )
     template: str | None = _input(
-        None,
-        "Make prompts of the rows' columns, such as 'Summarise: {text}'.",
-        metavar="TEXT|FILE.jinja",
+        None, "Make prompts of the rows' columns, such as 'Summarise: {text}'.", metavar="TEXT|FILE.jinja"
     )
     shard: str | None = _input(None, "Run only the K-th of N parts of the rows, such as 2/8.", metavar="K/N")
     check: bool = _input(False, "Only check the input: report bad rows, lengths and KV cache need as JSON.")

@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 @click.argument("output", metavar="OUT")
 @record_options(VerifyOptions)
 @record_options(
-    RunOptions,
-    *(options_of(RunOptions).keys() - ROW_OPTIONS),
-    verbose={"help": "Print more about the engine."},
+    RunOptions, *(options_of(RunOptions).keys() - ROW_OPTIONS), verbose={"help": "Print more about the engine."}
 )
 @sampling_options()
 @engine_options("prefix_cache")
