@@ -191,6 +191,7 @@ class BenchOptions:
         """Sentences about options that do not go together, and whether that is so."""
         has_file, has_replicas, has_others = self.prompts is not None, self.replicas.are_given, self.ablate or self.peer
         no_drafts = self.engine.speculate == "off"
+        yield "The prompts are read twice, so they cannot come from stdin; name a file.", self.prompts == "-"
         yield f"--strategies is a list of {', '.join(STRATEGIES)}, and it is empty.", not self.strategies
         yield (
             "--ablate speculation has nothing to switch off, because --speculate is off.",

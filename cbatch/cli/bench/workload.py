@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 import operator
 import random
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Literal
 
-from cbatch.base.errors import ConfigError, os_errors_as
+from cbatch.base.errors import ConfigError
 from cbatch.base.params import SamplingParams
-from cbatch.batch.forms import input_form, unit_of
 
 if TYPE_CHECKING:
     from cbatch.api import Engine
@@ -150,18 +148,12 @@ def synthetic_workload(
     return Workload(prompts, [output_length() for _ in range(count)], f"synthetic, {spread}, seed {seed}")
 
 
-@contextmanager
-def open_prompts(path: str, form: InputForm | None = None) -> Iterator[RowInput]:
-    """The rows of a file of prompts, compressed or not.
+def open_prompts(path: str, form: InputForm | None = None) -> closing[RowInput]:
+    """The rows of a file, as `cbatch run` reads them. Raises ConfigError.  form: None: its name says"""
+    from cbatch.cli.run.command import open_input
+    from cbatch.cli.run.options import RunOptions
 
-    form: that of the file; None: its name says
-
-    Raises ConfigError if it cannot be read, or is of another form.
-    """
-    from cbatch.batch.tables.row_input import RowInput
-
-    with os_errors_as(ConfigError, f"Cannot read {path}"), Path(path).open("rb") as file:
-        yield RowInput(file, path, form or input_form(path), is_sure=form is not None)
+    return closing(open_input(RunOptions(input=path, format=form)))
 
 
 def read_workload(path: str, engine: Engine, asked_form: InputForm | None = None) -> Workload:
@@ -169,15 +161,14 @@ def read_workload(path: str, engine: Engine, asked_form: InputForm | None = None
 
     Raises ConfigError if the file cannot be read, or if a row is wrong.
     """
-    from cbatch.base.request import RequestDefaults
-    from cbatch.batch.forms import TABLES
     from cbatch.batch.line_processor import LineProcessor
-    from cbatch.batch.lines import RowOptions, checked_lines
+    from cbatch.batch.lines import checked_lines
+    from cbatch.cli.common.options import SamplingOptions
+    from cbatch.cli.run.options import RunOptions
     from cbatch.requests.completion import Completion
 
-    form = asked_form or input_form(path)
-    defaults, unit = RequestDefaults(params={"temperature": 0.0}), unit_of(form)
-    options = RowOptions(defaults, is_text=form == "text", has_columns=form in TABLES, unit=unit)
+    greedy = SamplingOptions(params={"temperature": 0.0})
+    options = RunOptions(input=path, format=asked_form, sampling=greedy).row_options()
     processor = LineProcessor.of(engine.core, options)
     prompts: list[list[int]] = []
     asked: list[SamplingParams] = []
@@ -187,7 +178,7 @@ def read_workload(path: str, engine: Engine, asked_form: InputForm | None = None
             if isinstance(request, Completion):
                 raise ConfigError(f"{path}: {request.error}")
             if request.params.n != 1 or request.params.max_tokens == 0:
-                where = f"{path}, {unit} {line.index + 1}"
+                where = f"{path}, {options.unit} {line.index + 1}"
                 raise ConfigError(f"{where}: bench needs one output of at least one token for each row.")
             prompts.append(list(request.prompt_ids))
             asked.append(replace(request.params, temperature=0.0))
