@@ -10,16 +10,18 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from cbatch.base.errors import ConfigError
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import RequestDefaults
 from cbatch.base.units import format_bytes, format_count
+from cbatch.batch.driver import BatchDriver
 from cbatch.batch.lines import Line, RowOptions
+from cbatch.batch.row import Row
+from cbatch.batch.writer import RowWriter, run_stream
 from cbatch.cli.bench import units
 from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.bench.page import Charts, Detail, KeyFigure, Page, Picture, Report, Table
@@ -41,9 +43,6 @@ from cbatch.cli.common.loading import open_engine, open_replicas
 from cbatch.cli.common.percentiles import percentiles
 from cbatch.cli.run.stats import RunStats, replica_figures
 from cbatch.runtime.memory import release_memory
-
-if TYPE_CHECKING:
-    from cbatch.batch.driver import BatchDriver
 
 POLL_SECONDS = 0.05
 
@@ -217,14 +216,15 @@ def run_work(driver: BatchDriver, work: Workload) -> MeasuredRun:
         for index, (prompt, length) in enumerate(requests)
     )
     outputs: Outputs = [[] for _ in work.prompts]
-    with closing(source.finished(lines)) as finished:
-        for rows in finished:
-            source.release([row.position for row in rows])
-            stats.count(rows)
-            for row in rows:
-                if row.has_failed:
-                    raise ConfigError(f"A request failed on a replica: {row.outcome.error_message}")
-                outputs[row.index] = json.loads(row.data)["token_ids"]
+
+    def take(rows: Sequence[Row]) -> None:
+        stats.count(rows)
+        for row in rows:
+            if row.has_failed:
+                raise ConfigError(f"A request failed on a replica: {row.outcome.error_message}")
+            outputs[row.index] = json.loads(row.data)["token_ids"]
+
+    run_stream(source, RowWriter(), lines, take)
     stats.detach()
     figures = {
         "elapsed_s": stats.elapsed_s,
