@@ -138,7 +138,7 @@ def _load(plan: LoadPlan) -> LoadedModel:
     device_map = plan.device_map
     _check_folder(plan.source)
     plan = replace(plan, source=reachable_source(plan.source, plan.revision))
-    folder, settings, defaults = _checked_settings(plan)
+    folder, config, settings, defaults = _checked_settings(plan)
     tokenizer = _checked_tokenizer(plan, load_tokenizer(plan.source, plan.revision))
     if device_map is not None:
         plan = replace(plan, device=device_map.device, device_map=None if fits(plan, device_map) else device_map)
@@ -149,7 +149,7 @@ def _load(plan: LoadPlan) -> LoadedModel:
             fast_model, path = load_fast_model(plan), "fast"
         except NoFastPath as error:
             path = f"transformers: {error}"
-            if not is_accelerator(plan.device) and settings_of(read_model_config(folder)) is not None:
+            if not is_accelerator(plan.device) and settings_of(config) is not None:
                 make_network = partial(_or_say, make_network, str(error))
     if fast_model is not None:
         vocab_size, default = fast_model.vocab_size, class_of(fast_model.kind)
@@ -161,7 +161,7 @@ def _load(plan: LoadPlan) -> LoadedModel:
         if plan.device_map is not None:
             placement = placement_of(network)
             _log.warning("%s", f"The model is spread: {placement}. {placement.cost}".strip())
-    ends = end_ids(vocab_size, read_model_config(folder), settings, tokenizer=tokenizer, default=default_end)
+    ends = end_ids(vocab_size, config, settings, tokenizer=tokenizer, default=default_end)
     return LoadedModel(
         name=name,
         make_network=make_network,
@@ -216,8 +216,8 @@ def _load_gguf(plan: LoadPlan) -> LoadedModel:
     )
 
 
-def _checked_settings(plan: LoadPlan) -> tuple[Path, dict[str, Any], SamplingParams]:
-    """The folder of a model's files, its generation_config.json, and the sampling parameters that this asks for.
+def _checked_settings(plan: LoadPlan) -> tuple[Path, dict[str, Any], dict[str, Any], SamplingParams]:
+    """The folder of a model, its config.json and generation_config.json, and the sampling parameters of the latter.
 
     Raises ModelError if the hub cannot be reached, and for settings of the model that cannot be true.
     """
@@ -225,10 +225,9 @@ def _checked_settings(plan: LoadPlan) -> tuple[Path, dict[str, Any], SamplingPar
         folder = model_folder(plan.source, plan.revision, ["config.json", MODELOPT_FILE, "generation_config.json"])
     except OSError as error:
         raise ModelError(f"Cannot load {plan.source}: {first_sentence(error)}") from error
-    read_model_config(folder)
-    settings = read_generation_config(folder)
+    config, settings = read_model_config(folder), read_generation_config(folder)
     try:
-        return folder, settings, _sampling_defaults(settings)
+        return folder, config, settings, _sampling_defaults(settings)
     except RequestError as error:
         raise ModelError(f"The generation_config.json of {plan.source} is wrong: {error}") from error
 
