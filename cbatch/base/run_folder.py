@@ -32,11 +32,10 @@ class RunFolder:
 
     def close(self) -> None:
         """Removes the folder and what is in it. Files that are mapped stay readable for those that map them."""
-        if self._lock is None:
-            return
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
-        self._lock = None
+        if self._lock is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = None
 
 
 def _lock(path: Path) -> int | None:

@@ -111,10 +111,8 @@ class DeviceWeights:
         rows = [part.view(-1, dim) for part in (found.weight, found.bias) if part is not None]
         if any((part != part[0]).any() for part in rows):
             return found
-        return found._replace(
-            weight=None if found.weight is None else found.weight[:dim],
-            bias=None if found.bias is None else found.bias[:dim],
-        )
+        weight, bias = (None if part is None else part[:dim] for part in (found.weight, found.bias))
+        return found._replace(weight=weight, bias=bias)
 
     def vector(self, *weights: Weight, factor: float = 1.0) -> Tensor:
         """Weights side by side, in float32."""

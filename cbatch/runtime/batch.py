@@ -242,11 +242,8 @@ class RaggedBatch:
         device_tokens = None
         if unknown:
             assert in_flight_tokens is not None, "a token that is not in flight is unknown"
-            device_tokens = DeviceTokens(
-                in_flight_tokens.tokens,
-                ends[unknown] - 1,
-                np.array([in_flight_tokens.rows[sequences[one]] for one in unknown]),
-            )
+            token_rows = np.array([in_flight_tokens.rows[sequences[one]] for one in unknown])
+            device_tokens = DeviceTokens(in_flight_tokens.tokens, ends[unknown] - 1, token_rows)
             if in_flight_tokens.tokens.device.type == "cpu":
                 ids[device_tokens.places], device_tokens = in_flight_tokens.tokens.numpy()[device_tokens.rows], None
         is_scored = np.isin(rows, scored) if len(scored) else None

@@ -79,15 +79,10 @@ class NotingAttention(ReferenceAttention):
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, metadata: ReferenceMetadata, **options: Unpack[AttendOptions]
     ) -> Tensor:
-        call = AttentionCall(
-            query.shape[1],
-            LayerShape(keys.shape[2], query.shape[2], values.shape[-1] - (U8_SCALE_BYTES if values.dtype == U8 else 0)),
-            options["scale"],
-            options.get("window"),
-            options.get("softcap"),
-            options.get("sinks") is not None,
-        )
-        self.calls[call] = None
+        value_dim = values.shape[-1] - (U8_SCALE_BYTES if values.dtype == U8 else 0)
+        layer = LayerShape(keys.shape[2], query.shape[2], value_dim)
+        window, softcap, has_sinks = options.get("window"), options.get("softcap"), options.get("sinks") is not None
+        self.calls[AttentionCall(query.shape[1], layer, options["scale"], window, softcap, has_sinks)] = None
         return super().attend(query, keys, values, metadata, **options)
 
 

@@ -198,9 +198,8 @@ def noted_calls(model: CudaModel, block_size: int, kv_dtype: torch.dtype | None)
     noting = _NotingOps(heads_first=model.ops.heads_first)
     attention = _HeadsFirstReference(kv_dtype) if noting.heads_first else ReferenceAttention(kv_dtype)
     batch = ragged_batch(CHUNKS, block_size, model.device, model.vocab_size)
-    kv_cache = empty_cache(
-        attention, model.layers, num_blocks(CHUNKS, block_size), block_size, model.dtype, model.device
-    )
+    blocks = num_blocks(CHUNKS, block_size)
+    kv_cache = empty_cache(attention, model.layers, blocks, block_size, model.dtype, model.device)
     if model.states:
         batch = replace(batch, states=made_up_states(empty_states(model, len(CHUNKS)), batch))
     model.with_ops(noting).forward(batch, kv_cache, attention)
