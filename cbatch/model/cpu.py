@@ -49,7 +49,10 @@ _KEPT_LOGIT_ROWS = 256
 
 
 class CpuModel(ProgramModel):
-    """A model with a program, ready to run ragged batches over a paged cache."""
+    """A model with a program, ready to run ragged batches over a paged cache.
+
+    formats, left_bytes: see `CpuLayout`
+    """
 
     has_own_threads = True
     batch_invariant = True
