@@ -53,7 +53,7 @@ _ALL_FEATURES = SamplingParams(
 )  # fmt: skip
 """The parameters that take most memory when a token is sampled."""
 
-_ANY_TOKEN: Any = SimpleNamespace(is_finished=False, needs_mask=True)
+_ANY_TOKEN: Any = SimpleNamespace(is_finished=False, needs_mask=True, alternative=None)
 """The state of a constraint that allows every token."""
 
 
