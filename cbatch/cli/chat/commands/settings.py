@@ -20,6 +20,14 @@ THINK_VARIABLES = ("enable_thinking", "thinking")
 """Variables by which chat templates turn thinking on and off."""
 
 
+UNSET = {
+    "max_tokens": "the rest of the context",
+    "seed": "the chat's own, from --seed",
+    "reasoning_effort": "as the template says",
+}
+"""What it means that a parameter has no value."""
+
+
 @command("system", "[TEXT|-]")
 def do_system(chat: FrontEnd, text: str) -> None:
     """show or set the instruction
@@ -87,7 +95,7 @@ def _show(chat: FrontEnd, names: Sequence[str], *more: str) -> None:
         is_default = session.seed is None if name == "seed" else name not in session.params
         shown = json.dumps(value, ensure_ascii=False)
         if value is None:
-            shown = {"max_tokens": "the rest of the context", "seed": "the chat's own, from --seed"}.get(name, "none")
+            shown = UNSET.get(name, "none")
         lines.append(f"{name:<19} {shown}" + ("  (default)" if is_default else ""))
     chat.show(*lines, *more)
 
