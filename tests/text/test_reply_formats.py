@@ -248,3 +248,16 @@ def test_special_tokens_decide_what_the_template_does_not_show() -> None:
     made = find_format("{{ messages }}", ["<|im_end|>", "<|tool_call_start|>", "</think>"])
     assert (made.name, made.reasoning and made.reasoning.opening) == ("lfm2", "<think>")
     assert find_format("<tool_call>", ["<|tool_call_start|>"]).name == "qwen3"
+
+
+@settings(deadline=None)
+@given(garbled(), st.data(), st.sampled_from([None, LOOK_TOOLS]))
+def test_a_continued_reply_is_the_same_however_it_is_cut(
+    written: tuple[str, list[str]], data: st.DataObject, tools: Any
+) -> None:
+    """Guards a reply that goes on after its beginning, which may end inside a tag."""
+    name, parts = written
+    made, at = reply_formats()[name], data.draw(st.integers(0, len(parts)))
+    prefix, rest = "".join(parts[:at]), "".join(parts[at:])
+    whole = streamed(OutputStream(made, tools=tools, prefix=prefix), [rest], None)
+    assert streamed(OutputStream(made, tools=tools, prefix=prefix), list(rest), None) == whole

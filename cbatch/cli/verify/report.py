@@ -20,7 +20,7 @@ from cbatch.requests.columns import OF_THE_MOMENT
 IGNORED = {*OF_THE_MOMENT, CHECK}
 """Fields of --timings, which no two runs have alike, and what depends on them."""
 
-OF_AN_OUTPUT = frozenset("text finish_reason reasoning tool_calls stop_reason closed token_ids logprobs".split())
+OF_AN_OUTPUT = frozenset("text finish_reason reasoning tool_calls stop_reason closed note token_ids logprobs".split())
 """Fields that a row has of its first output."""
 
 CROP = 40

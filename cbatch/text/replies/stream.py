@@ -217,8 +217,10 @@ class OutputStream:
                 while (delta := (yield)) is not None:
                     self._rest.append(delta)
                 return
+            if not is_closing and not self._has["text"]:
+                self._shown_before = ParsedDelta()  # the prefix ended within this tag or before it
             if kind == "reasoning" and not made.headers:
-                self._shown_before, self._opened_by_template = ParsedDelta(), False
+                self._opened_by_template = False
             self._is_open = kind == "reasoning"
             if kind == "wrapper" and made.wrapper:
                 tags = [*tags, made.wrapper[1]]
