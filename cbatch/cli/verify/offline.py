@@ -5,6 +5,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from heapq import merge
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Literal
 
 from cbatch.base.errors import ConfigError
@@ -118,18 +121,12 @@ def check_file(name: str, stored: StoredRows, unit: str, source: RowInput | None
             previous = index
         return report
     report.superfluous = superfluous = list[list[int]]()
-    row = next(rows, None)  # both ascend
-    for line in checked_lines(source.lines()):
-        while row is not None and row < line.index:
-            _add(superfluous, row, row)
-            row = next(rows, None)
-        if row == line.index:
-            row = next(rows, None)
-        else:
-            _add(report.missing, line.index, line.index)
-    while row is not None:
-        _add(superfluous, row, row)
-        row = next(rows, None)
+    lines = ((line.index, report.missing) for line in checked_lines(source.lines()))
+    both = merge(lines, ((row, superfluous) for row in rows), key=itemgetter(0))  # which ascend
+    for index, found in groupby(both, key=itemgetter(0)):
+        alone, *others = (ranges for _, ranges in found)
+        if not others:
+            _add(alone, index, index)
     return report
 
 
