@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from cbatch.base.errors import ConfigError
@@ -55,6 +56,9 @@ ROW_OPTIONS = {
 """Options of `cbatch run` that decide what its rows are, and how they are written."""
 
 
+_comparison = partial(option, group="Comparison")
+
+
 @dataclass(frozen=True, slots=True)
 class VerifyOptions:
     """The options of `cbatch verify`.
@@ -63,23 +67,14 @@ class VerifyOptions:
     """
 
     run: RunOptions
-    prompts: str | None = option(
-        None, "The input of the run that made OUT; - is stdin.", group="Comparison", metavar="IN"
+    prompts: str | None = _comparison(None, "The input of the run that made OUT; - is stdin.", metavar="IN")
+    offline: bool = _comparison(
+        False, "Run nothing: tell which rows are damaged, doubled and, with --prompts, missing or superfluous."
     )
-    offline: bool = option(
-        False,
-        "Run nothing: tell which rows are damaged, doubled and, with --prompts, missing or superfluous.",
-        group="Comparison",
+    sample: Sample = _comparison(
+        make=Sample, help="How many rows to run again.", metavar="N|P%", parse=Sample.parse, shown="5%"
     )
-    sample: Sample = option(
-        make=Sample,
-        help="How many rows to run again.",
-        group="Comparison",
-        metavar="N|P%",
-        parse=Sample.parse,
-        shown="5%",
-    )
-    sample_seed: int = option(0, "Another seed takes other rows of OUT.", group="Comparison")
+    sample_seed: int = _comparison(0, "Another seed takes other rows of OUT.")
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> VerifyOptions:
