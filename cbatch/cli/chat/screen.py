@@ -92,11 +92,10 @@ class Transcript:
 
     def chunks(self, session: Session, width: int) -> list[list[StyledLine]]:
         """All lines of a session, item by item."""
-        prelude = (
-            wrap_plain(message["content"], width, "class:note", first=f"{safe(message['role'])}: ")
+        chunks = [
+            [*wrap_plain(message["content"], width, "class:note", first=f"{safe(message['role'])}: "), []]
             for message in session.prelude
-        )
-        chunks = [[*lines, []] for lines in prelude]
+        ]
         unit = int(bool(session.prelude))
         before: Turn | Notice | None = None
         for item in session.items:
