@@ -194,6 +194,10 @@ class Reply:
             self.raw = self.generated + event.raw
         self.text += event.text
         self.reasoning += event.reasoning
+        if event.completion is not None and event.completion.note:
+            self.remark = event.completion.note
+            if event.completion.text:  # what came as reasoning was the answer
+                self.text, self.reasoning = self.reasoning, ""
         if event.token_id is not None:
             self.state = "streaming"
             self.num_tokens += 1
