@@ -55,7 +55,7 @@ class ScriptedClient:
     def reply(self, text: str = "", *calls: tuple[str, Any]) -> None:
         """The whole reply to the last request: a text, and calls with their arguments."""
         made = tuple(ToolCall(name, json.dumps(arguments)) for name, arguments in calls)
-        completion: Any = SimpleNamespace(tool_calls=made, usage=SimpleNamespace(cached_tokens=0))
+        completion: Any = SimpleNamespace(note=None, tool_calls=made, usage=SimpleNamespace(cached_tokens=0))
         reason: Any = "tool_calls" if calls else "stop"
         event = StreamEvent(text=text, raw=text, token_id=1, finish_reason=reason, completion=completion)
         self.asked[-1].on_event(event, 0.0)
