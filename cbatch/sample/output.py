@@ -90,9 +90,10 @@ class PendingSample:
             else:
                 self._sampled = sampler.sample(values, sequences, positions, argmax, row_masks)
             rows = [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
-            self._logprobs = _begin_logprobs(sequences, logits.values, rows, self._sampled.tokens)
-            others = {row: token for row in rows if (token := _alternative(sequences[row])) is not None}
-            self._others = _begin_logprobs(sequences, logits.values, list(others), list(others.values()))
+            if rows:
+                others = {row: token for row in rows if (token := _alternative(sequences[row])) is not None}
+                self._logprobs = _begin_logprobs(sequences, logits.values, rows, self._sampled.tokens)
+                self._others = _begin_logprobs(sequences, logits.values, list(others), list(others.values()))
 
     @property
     def in_flight_tokens(self) -> InFlightTokens:

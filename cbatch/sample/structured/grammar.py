@@ -10,10 +10,10 @@ which no way fits into what is left of the budget is replaced by the first one o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +28,9 @@ FAILED = "The output's constraint could not be kept: "
 TOO_COMPLEX = "it is too complex at this place."
 
 NO_BUDGET = 1 << 31
+
+CACHE_SIZE = 1024
+"""Texts of a form whose tokens are known. Those that it forces come again in each output."""
 
 SPARE_BYTES = 256
 """Bytes that a way to the end may have beside twice the shortest output; longer ones are not looked for."""
@@ -66,10 +69,14 @@ class CompiledGrammar:
     def closing(self, byte_matcher: Any, most: int) -> tuple[int, ...] | None:
         """Tokens of a short way to the end, of at most so many bytes; None if none was found."""
         end = short_end(byte_matcher, most)
-        return None if end is None else tuple(self.tokens_of(end))
+        return None if end is None else tuple(self.tokens_of(end, True))
 
-    def tokens_of(self, text: bytes, *, is_whole: bool = True) -> list[int]:
-        """The tokens of a text, none of them special. If more text follows, without those that it may change."""
+    @cached_property
+    def tokens_of(self) -> Callable[[bytes, bool], list[int]]:
+        """Gives the tokens of a text; of the beginning of one, those that more text cannot change. None is special."""
+        return lru_cache(CACHE_SIZE)(self._tokens_of)
+
+    def _tokens_of(self, text: bytes, is_whole: bool) -> list[int]:
         tokens = self.tokenizer.tokenize_bytes(text) if is_whole else self.tokenizer.tokenize_partial(text)[0]
         if any(map(self.tokenizer.is_special_token, tokens)):  # its text is spelt out
             tokens = self.tokenizer.greedy_tokenize(text.decode("utf-8", "ignore"))[: None if is_whole else -1]
@@ -120,10 +127,11 @@ class GrammarState:
         self._is_ended = self.is_cut = False
         self._queue: deque[int] = deque()
         self._forces = forces
-        self._closes, self._left = closes and grammar.shortest is not None, budget
+        self._closes = closes and grammar.shortest is not None and len(grammar.shortest) <= budget
+        self._left = budget
         self._closing = grammar.shortest if self._closes else None
         """A way to the end from here; None if none is known."""
-        self._check_at = NO_BUDGET
+        self._check_at = self._next_check(budget)
         """What is left of the budget when the next way is looked for."""
         self._bytes: Any = None
         self._to_feed = bytearray()
@@ -239,9 +247,9 @@ class GrammarState:
         text = self._matcher.deep_copy().compute_ff_bytes() if self._forces and self.error is None else b""
         if not text:
             return
-        tokens = self._grammar.tokens_of(text)
+        tokens = self._grammar.tokens_of(text, True)
         if not self._leads_to_end(tokens, stops=True):
-            tokens = self._grammar.tokens_of(text, is_whole=False)
+            tokens = self._grammar.tokens_of(text, False)
         self._queue += tokens[: self._matcher.validate_tokens(tokens)]
 
     def _within_budget(self, token_id: int, left: int, *, is_forced: bool) -> int | None:
@@ -267,12 +275,18 @@ class GrammarState:
             closing = self._closing
             self._matcher.consume_token(token_id)
             self._to_feed += self._grammar.token_bytes[token_id]
-        slack = left - len(closing) if closing is not None else 0
-        self._check_at = left - 1 - max(slack - self._grammar.growth, 0) // 4
-        if closing is not None and slack == 0 and not self._queue:
+        self._check_at = self._next_check(left)
+        if closing is not None and len(closing) == left and not self._queue:
             self._queue += closing
             self.is_cut |= bool(closing)
         return token_id
+
+    def _next_check(self, left: int) -> int:
+        """What is left of the budget when the next way is to be known: sooner, the less room there is."""
+        slack = left - len(self._closing) if self._closing is not None else 0
+        if slack < 0:  # the form does not end in time, unless the tokens to come are much longer than these
+            return left // 2 - 1
+        return left - 1 - max(slack - self._grammar.growth, 0) // 4
 
     def _take_back(self, token_id: int) -> None:
         """Goes back to before the latest token."""
@@ -287,8 +301,9 @@ class GrammarState:
         """A way to the end: the one from before, if it still leads there and is short enough, or another one."""
         if self.is_complete:
             return ()
-        if before and len(before) < left and self._leads_to_end(before):
-            return before
+        known = next((way for way in (before[1:], before) if way and self._leads_to_end(way)), None)
+        if known is not None and len(known) < left:
+            return known
         if self._bytes is None:
             self._bytes = self._grammar.byte_matcher.deep_copy()
         if self._bytes.try_consume_tokens(list(self._to_feed)) < len(self._to_feed):
@@ -296,7 +311,8 @@ class GrammarState:
             return None
         self._to_feed.clear()
         found = self._grammar.closing(self._bytes, self._grammar.most_bytes)
-        return found if found is not None and self._leads_to_end(found) else None
+        is_better = found is not None and (known is None or len(found) < len(known)) and self._leads_to_end(found)
+        return found if is_better else known
 
     def _leads_to_end(self, tokens: Sequence[int], *, stops: bool = False) -> bool:
         """Whether the text is complete after these tokens, and nothing can follow if it `stops`."""
