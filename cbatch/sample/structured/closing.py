@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 MAX_BYTES = 4096
@@ -22,8 +23,11 @@ FIRST_TRIES, RANDOM_TRIES = 2, 8
 
 _CLOSES_TEXT, _CLOSES, _OPENS, _DIGITS = b'"a', b'}],":', b"[{", b"0123456789"
 
-_Choice = Callable[[Sequence[int]], int]
-"""Chooses one of the bytes that may come next."""
+CACHE_SIZE = 4096
+"""Sets of bytes whose best one is known: few of them occur in a form, again and again."""
+
+_Choice = Callable[[bytes], int]
+"""Chooses one of the bytes that may come next, which a bitmask says."""
 
 
 def short_end(matcher: Any, most: int = MAX_BYTES) -> bytes | None:
@@ -34,7 +38,7 @@ def short_end(matcher: Any, most: int = MAX_BYTES) -> bytes | None:
     """
     best: bytes | None = None
     chooser = random.Random(0)
-    tries: list[_Choice] = [_first_digits, _first_marks, *[chooser.choice] * RANDOM_TRIES]
+    tries: list[_Choice] = [_first_digits, _first_marks, *[lambda mask: chooser.choice(_allowed(mask))] * RANDOM_TRIES]
     for number, choose in enumerate(tries):
         if number == FIRST_TRIES and best is not None:
             break
@@ -49,8 +53,7 @@ def _try(matcher: Any, most: int, choose: _Choice) -> bytes | None:
         step = matcher.compute_ff_bytes()
         if not step:
             bitmask = matcher.compute_bitmask()
-            allowed = [byte for byte in range(256) if bitmask[byte >> 3] >> (byte & 7) & 1]
-            step = bytes([choose(allowed)]) if allowed else b""
+            step = bytes([choose(bitmask)]) if any(bitmask[:32]) else b""
         is_alive = bool(step) and matcher.try_consume_tokens(list(step)) == len(step)
         way += step if is_alive else b""
     is_found = is_alive and len(way) <= most and matcher.is_accepting()
@@ -58,13 +61,22 @@ def _try(matcher: Any, most: int, choose: _Choice) -> bytes | None:
     return bytes(way) if is_found else None
 
 
-def _first_digits(allowed: Sequence[int]) -> int:
+@lru_cache(CACHE_SIZE)
+def _allowed(bitmask: bytes) -> list[int]:
+    return [byte for byte in range(256) if bitmask[byte >> 3] >> (byte & 7) & 1]
+
+
+@lru_cache(CACHE_SIZE)
+def _first_digits(bitmask: bytes) -> int:
     """What closes JSON, else the first digit, punctuation mark or letter."""
+    allowed = _allowed(bitmask)
     return _first(allowed, _DIGITS) or min(_marks(allowed) or _others(allowed))
 
 
-def _first_marks(allowed: Sequence[int]) -> int:
+@lru_cache(CACHE_SIZE)
+def _first_marks(bitmask: bytes) -> int:
     """What closes JSON, else the first punctuation mark or digit, or the last letter."""
+    allowed = _allowed(bitmask)
     return _first(allowed, _marks(allowed)) or _first(allowed, _DIGITS) or max(_others(allowed))
 
 
