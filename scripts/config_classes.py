@@ -47,7 +47,7 @@ OTHER_HEADS = re.compile(r"\w+For(Sequence|Token|QuestionAnswering|Masked|Multip
 """Classes of models that are not run here."""
 
 CONFIGS = re.compile(r"(\w+_)?config|cfg")
-"""What a configuration is called in modeling source."""
+"""Names of a configuration in modeling source."""
 
 
 class Reads(ast.NodeVisitor):
@@ -156,7 +156,7 @@ _THETAS = {"rope_theta": "global", "rope_local_base_freq": "local"}
 
 
 def defaults(cls: type[PreTrainedConfig]) -> dict[str, Any]:
-    """What a class has for the keys that a file leaves out."""
+    """The values of a class for the keys that a file leaves out."""
     shared = {field.name for field in fields(PreTrainedConfig)}
     found: dict[str, Any] = {}
     for field in fields(cls):
@@ -181,7 +181,7 @@ GENERATING = frozenset[str]().union(
 
 
 def entry(cls: type[PreTrainedConfig]) -> dict[str, Any]:
-    """What the table says of a class; see `cbatch.model.config_classes.ConfigClass`."""
+    """The row of a class in the table; see `cbatch.model.config_classes.ConfigClass`."""
     names, keys = cls.attribute_map, read_keys(cls)
     has = {names.get(key, key): value for key, value in defaults(cls).items()}
     absent = {key: default for key, default in keys.items() if default not in (None, shared_keys().get(key))}

@@ -83,7 +83,7 @@ class ChatTokenizer:
 
     @cached_property
     def reply_format(self) -> ReplyFormat:
-        """What the model writes. All of its templates count, such as one of its own for tools."""
+        """The form of the model's replies. All of its templates count, such as one of its own for tools."""
         if self.chosen_format:
             return reply_formats()[self.chosen_format]
         return find_format(self.template_source, self._special) if self.template_source else reply_formats()["none"]

@@ -1,1 +1,1 @@
-"""What a model may call: Python functions, commands and servers, each in a process of its own."""
+"""Tools that a model may call: Python functions, commands and servers, each in a process of its own."""

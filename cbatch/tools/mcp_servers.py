@@ -145,7 +145,7 @@ class McpServer:
             self._ready.exception()  # nobody need take it
 
     async def _transport(self, stack: AsyncExitStack, started: ExitStack) -> Any:
-        """What a client takes. `started`: is closed once the server has started"""
+        """The streams that a client takes. `started`: is closed once the server has started"""
         url, headers = self._given.get("url", ""), self._given.get("headers")
         if self._process.command:
             words = ["-I", guard.__file__, self._process.command, *self._process.args]
@@ -187,7 +187,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _as_text(result: Any) -> str:
-    """What the model gets of a result: its text, or else its structured content; what is not text is named."""
+    """The result as the model gets it: its text, or else its structured content; what is not text is named."""
     parts = []
     for each in result.content:
         resource = getattr(each, "resource", each)

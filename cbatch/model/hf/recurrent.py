@@ -453,7 +453,7 @@ CONVENTIONS: dict[str, Adapt] = {
     "xLSTMBlock": _xlstm,
     "RecurrentGemmaRecurrentBlock": _recurrent_gemma,
 }
-"""What makes the new `forward` of a module, given that and its number, by the name of its class."""
+"""Functions that make the new `forward` of a module, given that and its number, by the name of its class."""
 
 
 def modules_with_conventions(network: nn.Module) -> list[tuple[nn.Module, Adapt]]:

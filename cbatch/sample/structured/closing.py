@@ -68,14 +68,14 @@ def _allowed(bitmask: bytes) -> list[int]:
 
 @lru_cache(CACHE_SIZE)
 def _first_digits(bitmask: bytes) -> int:
-    """What closes JSON, else the first digit, punctuation mark or letter."""
+    """A byte that closes JSON, else the first digit, punctuation mark or letter."""
     allowed = _allowed(bitmask)
     return _first(allowed, _DIGITS) or min(_marks(allowed) or _others(allowed))
 
 
 @lru_cache(CACHE_SIZE)
 def _first_marks(bitmask: bytes) -> int:
-    """What closes JSON, else the first punctuation mark or digit, or the last letter."""
+    """A byte that closes JSON, else the first punctuation mark or digit, or the last letter."""
     allowed = _allowed(bitmask)
     return _first(allowed, _marks(allowed)) or _first(allowed, _DIGITS) or max(_others(allowed))
 

@@ -132,7 +132,7 @@ class GrammarState:
         self._closing = grammar.shortest if self._closes else None
         """A way to the end from here; None if none is known."""
         self._check_at = self._next_check(budget)
-        """What is left of the budget when the next way is looked for."""
+        """The rest of the budget at which the next way is looked for."""
         self._bytes: Any = None
         self._to_feed = bytearray()
         """A matcher over bytes, made when it is first needed, and what it has not been given yet."""
@@ -282,7 +282,7 @@ class GrammarState:
         return token_id
 
     def _next_check(self, left: int) -> int:
-        """What is left of the budget when the next way is to be known: sooner, the less room there is."""
+        """The rest of the budget at which the next way is to be known: sooner, the less room there is."""
         slack = left - len(self._closing) if self._closing is not None else 0
         if slack < 0:  # the form does not end in time, unless the tokens to come are much longer than these
             return left // 2 - 1

@@ -1,4 +1,4 @@
-"""What the declaration of a reply format says: the markup around reasoning and around tool calls.
+"""The declaration of a reply format: the markup around reasoning and around tool calls.
 
 Each file of `cbatch/text/reply_formats` is a declaration, and has the names that are documented here.
 """
@@ -78,14 +78,14 @@ class Calls:
 
     @cached_property
     def parts(self) -> tuple[str, str, str]:
-        """What stands in front of the arguments of a call, the name of their place, and what stands behind them."""
+        """The text in front of the arguments of a call, the name of their place, and the text behind them."""
         places = {"json", "arguments", "python", "gemma"}
         found = next(match for match in PLACE.finditer(self.call) if match[1] in places)
         return self.call[: found.start()], found[1], self.call[found.end() :]
 
     @property
     def bare_opening(self) -> str:
-        """What models write in front of calls if they leave out what they may."""
+        """The text in front of calls of models that leave out what they may."""
         return self.opening if self.opening.startswith(self.bare) else ""
 
     @property
@@ -94,7 +94,7 @@ class Calls:
 
     @cached_property
     def tags(self) -> tuple[str, ...]:
-        """What calls begin with: the first line of a block, and of a call, since some models leave out the block."""
+        """The beginnings of calls: the first line of a block, and of a call, since some models leave out the block."""
         starts = (self.opening, "" if self.is_object else PLACE.split(self.call)[0])
         return tuple(filter(None, (text.strip().partition("\n")[0].rstrip(" [\n") for text in starts)))
 
@@ -105,7 +105,7 @@ class Calls:
 
 @dataclass(frozen=True)
 class ReplyFormat:
-    """What a model writes.
+    """The form of a model's replies.
 
     name:      for --reply-format
     shown_by:  regular expressions that a chat template of such a model matches, all of them

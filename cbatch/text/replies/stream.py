@@ -31,7 +31,7 @@ class ParsedDelta(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """What the end of an output adds.
+    """The addition of the end of an output.
 
     calls:      the calls of tools
     note:       what is unusual about the output, as a sentence
@@ -100,7 +100,7 @@ class OutputStream:
         return self._new()
 
     def finish(self, reason: FinishReason | None = "stop") -> Ending:
-        """What was held back, and the tool calls, once the output has ended.
+        """Gives what was held back, and the tool calls, once the output has ended.
 
         reason: None if the output is going on; it is then taken for what it is so far
         """
@@ -160,7 +160,7 @@ class OutputStream:
         return calls
 
     def _kind_of(self, tag: str) -> Literal["calls", "reasoning", "wrapper", "dropped"]:
-        """What begins behind a tag, or a header."""
+        """The part that begins behind a tag, or a header."""
         made, calls = self._format, self._calls
         if made.headers and tag.endswith(made.header_end) and re.search(made.to_tool, tag):
             return "calls" if calls is not None else "dropped"

@@ -25,7 +25,7 @@ UNSET = {
     "seed": "the chat's own, from --seed",
     "reasoning_effort": "as the template says",
 }
-"""What it means that a parameter has no value."""
+"""The meaning of a parameter without a value."""
 
 
 @command("system", "[TEXT|-]")
