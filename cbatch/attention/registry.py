@@ -14,7 +14,7 @@ from cbatch.base.errors import ConfigError
 from cbatch.base.quantization import ACTIVATIONS, WEIGHTS, Quantization
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.device import has_bfloat16, is_accelerator, is_nvidia
-from cbatch.runtime.kv_cache import FP8, U8, LayerShape
+from cbatch.runtime.kv_cache import FP8, U8, LayerShape, Shape
 from cbatch.runtime.transfer import use_device
 
 BACKENDS = {"cpu": "a CPU", "triton": "an NVIDIA GPU", "reference": "any device"}
@@ -131,9 +131,11 @@ class PerDeviceAttention:
         """backends: of the same name and the same type of KV cache"""
         self.backends = backends
         any_of_them = next(iter(backends.values()))
-        self.block_shapes = any_of_them.block_shapes
         self.name, self.kv_dtype = any_of_them.name, any_of_them.kv_dtype
         self.gathers_kv, self.batch_invariant = any_of_them.gathers_kv, any_of_them.batch_invariant
+
+    def block_shapes(self, layer: LayerShape, block_size: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
+        return next(iter(self.backends.values())).block_shapes(layer, block_size, dtype)
 
     def prepare(self, batch: RaggedBatch, block_size: int) -> Any:
         with use_device(batch.device):
