@@ -61,7 +61,7 @@ def run(engine: SteppingEngine) -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [{"kv_dtype": "fp8"}, {"dtype": "float32", "run_ahead": False, "cuda_graphs": False, "kv_blocks": 14}],
+    [{"kv_dtype": "fp8"}, {"dtype": "float32", "run_ahead": False, "cuda_graphs": False, "kv_blocks": 12}],
     ids=str,
 )
 def test_no_step_waits_for_the_device(config: dict[str, Any], device: FakeCuda) -> None:

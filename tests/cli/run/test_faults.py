@@ -83,7 +83,7 @@ def test_signals_while_the_model_loads(runs: ForkServer, command: Command) -> No
     """Guards the exit code, and that no empty file is left, before the first row."""
     run = runs.start(*command.words())
     wait_until(command.out.exists)
-    time.sleep(0.05)
+    time.sleep(0.01)
     run.send(signal.SIGTERM)
     assert run.code() == 143 and not command.out.exists()
 
