@@ -28,7 +28,7 @@ SCHEMA = {"type": "object", "properties": PROPERTIES, "required": list(PROPERTIE
 FORMS: dict[str, dict[str, Any]] = {
     "a schema of ten keys": {"guided_json": SCHEMA, "max_tokens": 300},
     "a choice": {"choice": ["I would say that this is fine", "This is not fine at all, I am afraid"]},
-    "free text": {"regex": "[A-Za-z ,.]{60,}", "max_tokens": 60},
+    "free text": {"regex": "[A-Za-z ,.]{500,}", "max_tokens": 60, "close_forms": False},
 }
 
 

@@ -20,6 +20,7 @@ BENCHMARKS = {
     "chat": "scripts.benchmarks.chat",
     "estimates": "scripts.benchmarks.estimates",
     "fairness": "scripts.benchmarks.long_prompt",
+    "forms": "scripts.benchmarks.forms",
     "grid": "scripts.benchmarks.peers.grid",
     "host": "scripts.benchmarks.host",
     "launches": "scripts.benchmarks.launches",
