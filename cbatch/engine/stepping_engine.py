@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cbatch.base.chat_template_options import DEFAULT_TEMPLATE, TemplateOptions
@@ -285,7 +284,8 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
             guide = ReasoningState(
                 self.model.vocab_size,
                 request.stop_ids,
-                partial(tokenizer.thinking_place, opened=request.is_thinking),
+                tokenizer.thinking_place,
+                opened=request.is_thinking,
                 closing=tokenizer.reasoning_end,
                 thinking_budget=params.thinking_budget,
                 budget=request.max_new_tokens,

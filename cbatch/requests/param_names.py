@@ -192,7 +192,9 @@ _MAY_PASS: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
 
 def _json_schema(name: str, value: Any) -> dict[str, Any]:
     """vLLM: a schema as an object, as JSON text, or as a class of pydantic."""
-    schema = value.model_json_schema() if hasattr(value, "model_json_schema") else value
+    if hasattr(value, "model_json_schema"):
+        return {"response_format": value}
+    schema = value
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)

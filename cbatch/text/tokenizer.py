@@ -215,10 +215,11 @@ class ChatTokenizer:
             return answer.rfind(reasoning.opening + self.reply_format.header_end) > answer.rfind(reasoning.closing)
         return (opened or answer.lstrip().startswith(reasoning.opening)) and reasoning.closing not in answer
 
-    def thinking_place(self, token_ids: Sequence[int], *, opened: bool) -> ThinkingPlace:
+    def thinking_place(self, token_ids: Sequence[int], opened: bool) -> ThinkingPlace:
         """Where an output stands that was not past its reasoning one token before.
 
-        opened: the prompt leaves the model inside its reasoning
+        opened: it is known to be inside its reasoning, which the prompt or earlier tokens have opened; the latest
+                tokens suffice then
         """
         made = self.reply_format
         if made.reasoning is None:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cbatch.base.errors import ConfigError, RequestError, ToolError
+from cbatch.base.errors import ConfigError, RequestError, ToolError, os_errors_as
 from cbatch.base.strict_json import parse_json_object
 from cbatch.extras import require_package
 from cbatch.isolate.process import MAX_OUTPUT_BYTES, run_process
@@ -142,9 +142,8 @@ def _functions(path: Path) -> list[Tool]:
 
 def _json_tools(path: Path) -> list[Tool]:
     try:
-        read = json.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
+        with os_errors_as(ConfigError, f"Cannot read {path}"):
+            read = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}.") from error
     if isinstance(read, dict) and isinstance(servers := read.get("mcpServers", read.get("servers")), dict):

@@ -26,7 +26,7 @@ BOUNDS: list[tuple[str, dict[str, Any], float, float | None]] = [
     ("gguf", {}, 1.03, 1.03),
     ("gguf", {"kv_dtype": "u8"}, 1.03, 1.03),
 ]
-"""What is loaded, and the most that its perplexity is, as a multiple of float32's: SmolLM2's and Gemma's.
+"""The file or type that is loaded, and its highest perplexity, as a multiple of float32's: SmolLM2's and Gemma's.
 
 Gemma 3's hidden states exceed float16."""
 

@@ -40,7 +40,7 @@ REFUSALS = {
     "fireworks-ai-llama-3-firefunction-v2": "'functions' is undefined",
     "google-gemma-2-2b-it": "System role not supported",
 }
-"""What templates say that refuse the conversation, in any form of it."""
+"""The words of templates that refuse the conversation, in any form of it."""
 
 OWN_NOTATION = ("MiniMax-M3", "google-gemma-4")
 """Templates that write nested objects in a notation of their own."""
@@ -169,7 +169,7 @@ def shows(text: str, arguments: dict[str, Any]) -> bool:
 
 
 def reply_in(text: str, prompt: str, end: str, tags: Reasoning | None) -> tuple[str, bool]:
-    """What the model has written in the text of a conversation, and whether its prompt had opened the reasoning.
+    """The part of a conversation that the model has written, and whether its prompt had opened the reasoning.
 
     end: what stands behind a reply of text
 

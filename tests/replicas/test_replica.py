@@ -70,7 +70,7 @@ def exchange_until(
 
 
 class PicklingConnection(InProcessConnection):
-    """What goes to another process and comes from there is pickled."""
+    """All that goes to another process and comes from there is pickled."""
 
     def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
         answer = super().call(method, *pickle.loads(pickle.dumps(arguments)), timeout_s=timeout_s)

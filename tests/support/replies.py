@@ -22,7 +22,7 @@ CALLS = (ToolCall("look", ARGUMENTS), ToolCall("now", "{}"))
 
 
 class Reply(NamedTuple):
-    """What a model writes: reasoning, the text `So.`, and CALLS, as far as the format has them.
+    """A reply of a model: reasoning, the text `So.`, and CALLS, as far as the format has them.
 
     shown:     a part of the template
     reasoning: of the written reply; None if it has none

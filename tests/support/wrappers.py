@@ -29,7 +29,7 @@ LAYOUTS = {
 
 
 WRONGLY_SAVED = {"kimi_k25": ".blocks.", "qianfan_ocr": ".encoder.layers."}
-"""What transformers 5.24 makes of the text model's layers when it saves one: it takes them for the tower's."""
+"""Names that transformers 5.24 gives the layers of the text model when it saves one: it takes them for the tower's."""
 
 NOT_TRIED: dict[str, str] = {
     "cosmos3_omni": "its attention has names of its own",

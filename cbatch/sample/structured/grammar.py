@@ -262,24 +262,26 @@ class GrammarState:
             return token_id
         if self._closing is None:
             self._closing = self._find_closing(before or (), left)
-        closing = self._closing
-        is_late = closing is None and before is not None and len(before) + self._grammar.growth >= left
-        goes_back = not is_forced and before is not None and len(before) <= left + 1
-        if goes_back and before is not None and (is_late or (closing is not None and len(closing) > left)):
+        if before is not None and not is_forced and len(before) <= left + 1 and self._is_too_late(before, left):
             self._take_back(token_id)
             self.is_cut = True
             if not before:
                 self._is_ended = True
                 return None
             token_id, self._closing = before[0], before[1:]
-            closing = self._closing
             self._matcher.consume_token(token_id)
             self._to_feed += self._grammar.token_bytes[token_id]
         self._check_at = self._next_check(left)
-        if closing is not None and len(closing) == left and not self._queue:
-            self._queue += closing
-            self.is_cut |= bool(closing)
+        if self._closing is not None and len(self._closing) == left and not self._queue:
+            self._queue += self._closing
+            self.is_cut |= bool(self._closing)
         return token_id
+
+    def _is_too_late(self, before: tuple[int, ...], left: int) -> bool:
+        """Whether no way that fits is known, nor enough time to find one after the next token."""
+        if self._closing is None:
+            return len(before) + self._grammar.growth >= left
+        return len(self._closing) > left
 
     def _next_check(self, left: int) -> int:
         """The rest of the budget at which the next way is to be known: sooner, the less room there is."""

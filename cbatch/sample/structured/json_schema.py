@@ -48,15 +48,15 @@ def _closed(schema: Any, shared: set[int], *, is_part: bool) -> Any:
     is_combined = _is_combined(schema)
     made: dict[str, Any] = {}
     for name, value in schema.items():
-        part_of = is_combined and name in _COMBINED
+        is_inner = name in _COMBINED and (is_combined or is_part)
         if name in _DATA:
             made[name] = value
         elif name in _BY_NAME and isinstance(value, dict):
             made[name] = {key: _closed(one, shared, is_part=False) for key, one in value.items()}
         elif isinstance(value, list):
-            made[name] = [_closed(one, shared, is_part=part_of or (is_part and name in _COMBINED)) for one in value]
+            made[name] = [_closed(one, shared, is_part=is_inner) for one in value]
         else:
-            made[name] = _closed(value, shared, is_part=part_of or (is_part and name in _COMBINED))
+            made[name] = _closed(value, shared, is_part=is_inner)
     names = made.keys() & {"properties", "patternProperties"}
     if names and not is_part and not is_combined and not made.keys() & set(_OPEN):
         made["additionalProperties"] = False

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cbatch.base.errors import RequestError
 from cbatch.sample.structured.grammar import NO_BUDGET, GrammarState
 from cbatch.sample.structured.token_bitmask import bitmask_of, full_bitmask
-from cbatch.text.tokenizer import ThinkingPlace
+from cbatch.text.tokenizer import NUM_OPENING_TOKENS, ThinkingPlace
 
 LEAST_ANSWER = 16
 """Tokens that reasoning leaves to a form, beside twice the shortest output of it."""
@@ -24,8 +24,9 @@ class ReasoningState:
         self,
         vocab_size: int,
         stop_ids: Collection[int],
-        place: Callable[[Sequence[int]], ThinkingPlace],
+        place: Callable[[Sequence[int], bool], ThinkingPlace],
         *,
+        opened: bool,
         closing: Sequence[int] = (),
         thinking_budget: int | None = None,
         budget: int = NO_BUDGET,
@@ -34,6 +35,7 @@ class ReasoningState:
         """
         stop_ids:        tokens that end the output; not allowed while a form is to come
         place:           where the output stands after these tokens (`ChatTokenizer.thinking_place`)
+        opened:          whether the prompt leaves the model inside its reasoning
         closing:         tokens that end the reasoning early
         thinking_budget: most tokens of the reasoning, without these; None for no limit
         budget:          most tokens of the output
@@ -43,16 +45,15 @@ class ReasoningState:
         self.error: str | None = None
         self.is_over = self.is_complete = self.is_finished = self.is_cut = False
         self._stop_ids = frozenset(stop_ids) if successor is not None else frozenset[int]()
-        self._place, self._closing, self._most = (
-            place,
-            closing,
-            NO_BUDGET if thinking_budget is None else thinking_budget,
-        )
+        self._allowed = full_bitmask(vocab_size) & ~bitmask_of(self._stop_ids, vocab_size)
+        self._place, self._closing = place, closing
+        self._most = NO_BUDGET if thinking_budget is None else thinking_budget
         shortest = successor.shortest if successor is not None else 0
         self._reserve = min(2 * shortest + LEAST_ANSWER, max(budget // 2, shortest)) + len(closing) if shortest else -1
         self._tokens: list[int] = []
-        self._num_inside, self._is_inside = 0, place([]) == "inside"
-        self._queue: deque[int] = deque(closing if self._is_inside and thinking_budget == 0 else ())
+        """The latest ones, as many as tell the place."""
+        self._num_inside, self._is_inside = 0, opened
+        self._queue: deque[int] = deque(closing if opened and thinking_budget == 0 else ())
 
     alternative = None
 
@@ -73,13 +74,13 @@ class ReasoningState:
 
     def accept(self, token_id: int, left: int = NO_BUDGET) -> int:
         """Takes in one token of the output. See `GrammarState`."""
-        self._tokens.append(token_id)
+        self._tokens = [*self._tokens, token_id][-NUM_OPENING_TOKENS:]
         if self._queue:
             if token_id != self._queue.popleft():
                 self.error = f"Token {token_id} came where the reasoning is to end."
                 raise RequestError("internal_error", self.error)
             self.is_over = not self._queue
-        elif (place := self._place(self._tokens)) != "inside":
+        elif (place := self._place(self._tokens, self._is_inside)) != "inside":
             self.is_over = place == "after"
         else:
             self._num_inside += self._is_inside
@@ -96,14 +97,13 @@ class ReasoningState:
         if self.successor is None:
             return len(token_ids)
         for place, token in enumerate(token_ids):
-            if token in self._stop_ids or self._place([*self._tokens, *token_ids[: place + 1]]) == "after":
+            tokens = [*self._tokens, *token_ids[: place + 1]]
+            if token in self._stop_ids or self._place(tokens, self._is_inside) == "after":
                 return place
         return len(token_ids)
 
     def fill_ahead(self, bitmasks: NDArray[np.int32], draft: Sequence[int]) -> list[str | None]:
         """See `GrammarState`."""
         for bitmask, forced in zip(bitmasks, [*self._queue, *[None] * len(bitmasks)], strict=False):
-            bitmask[:] = full_bitmask(self.vocab_size) & ~bitmask_of(self._stop_ids, self.vocab_size)
-            if forced is not None:
-                bitmask[:] = bitmask_of([forced], self.vocab_size)
+            bitmask[:] = self._allowed if forced is None else bitmask_of([forced], self.vocab_size)
         return [self.error] * len(bitmasks)

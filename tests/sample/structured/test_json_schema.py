@@ -1,4 +1,4 @@
-"""What a JSON schema leaves unsaid: which further properties an object has, and where white space stands."""
+"""Things that a JSON schema leaves unsaid: which further properties an object has, and where white space stands."""
 
 from __future__ import annotations
 

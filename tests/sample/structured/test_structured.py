@@ -526,31 +526,31 @@ def test_masks_behind_a_draft_are_those_that_follow(compiler: ConstraintCompiler
     filler.close()
 
 
-def until_7(ids: Sequence[int]) -> ThinkingPlace:
+def until_7(ids: Sequence[int], opened: bool) -> ThinkingPlace:
     """Reasoning that token 7 ends, and that the prompt has opened."""
     return "after" if 7 in ids else "inside"
 
 
-def after_5(ids: Sequence[int]) -> ThinkingPlace:
+def after_5(ids: Sequence[int], opened: bool) -> ThinkingPlace:
     """Reasoning that the model opens itself, with token 5."""
-    return "before" if 5 not in ids and len(ids) < 3 else until_7(ids) if 5 in ids else "after"
+    return "before" if 5 not in ids and len(ids) < 3 else until_7(ids, opened) if 5 in ids else "after"
 
 
 def test_a_budget_counts_from_where_the_model_opens_its_reasoning() -> None:
     """Guards models whose template leaves the tag to them, and those that do not reason at all."""
-    state = ReasoningState(WIDTH, [STOP], after_5, closing=[7], thinking_budget=2)
+    state = ReasoningState(WIDTH, [STOP], after_5, opened=False, closing=[7], thinking_budget=2)
     for token in (9, 5, 8):
         assert not state.forced
         state.accept(token)
     state.accept(8)
     assert list(state.forced) == [7]
-    none = ReasoningState(WIDTH, [STOP], after_5, closing=[7], thinking_budget=0)
+    none = ReasoningState(WIDTH, [STOP], after_5, opened=False, closing=[7], thinking_budget=0)
     assert not none.forced
     for token in (9, 9, 9):
         assert not none.is_over
         none.accept(token)
     assert none.is_over
-    at_once = ReasoningState(WIDTH, [STOP], after_5, closing=[7], thinking_budget=0)
+    at_once = ReasoningState(WIDTH, [STOP], after_5, opened=False, closing=[7], thinking_budget=0)
     at_once.accept(5)
     assert list(at_once.forced) == [7]
 
@@ -558,7 +558,7 @@ def test_a_budget_counts_from_where_the_model_opens_its_reasoning() -> None:
 def test_a_constraint_may_begin_after_reasoning(compiler: ConstraintCompiler) -> None:
     """Guards reasoning before JSON: anything but an end, then the form; and drafts, which stop at the border."""
     form = start(compiler, "choice", ["y"])
-    state = ReasoningState(WIDTH, [STOP], until_7, successor=form)
+    state = ReasoningState(WIDTH, [STOP], until_7, opened=True, successor=form)
     rows = np.zeros((3, bitmask_size(WIDTH)), np.int32)
     assert state.fill_ahead(rows, [5, 9]) == [None] * 3
     for allowed in to_bools(rows, WIDTH):
@@ -572,7 +572,7 @@ def test_a_constraint_may_begin_after_reasoning(compiler: ConstraintCompiler) ->
 
 def test_reasoning_ends_when_its_budget_does(compiler: ConstraintCompiler) -> None:
     """Guards the budget: after so many tokens only those come that close the reasoning, in masks and in drafts."""
-    state = ReasoningState(WIDTH, [STOP], until_7, closing=[3, 7], thinking_budget=2)
+    state = ReasoningState(WIDTH, [STOP], until_7, opened=True, closing=[3, 7], thinking_budget=2)
     assert not state.needs_mask
     for token in (5, 9):
         assert not state.forced
@@ -585,13 +585,13 @@ def test_reasoning_ends_when_its_budget_does(compiler: ConstraintCompiler) -> No
     assert not state.is_over
     state.accept(7)
     assert state.is_over and state.successor is None
-    assert list(ReasoningState(WIDTH, [], until_7, closing=[3], thinking_budget=0).forced) == [3]
+    assert list(ReasoningState(WIDTH, [], until_7, opened=True, closing=[3], thinking_budget=0).forced) == [3]
 
 
 def test_reasoning_leaves_a_form_its_tokens(compiler: ConstraintCompiler) -> None:
     """Guards JSON behind long reasoning: it begins while the budget still holds it."""
     form = start(compiler, "choice", ["yes, of course"], closes=True)
-    state = ReasoningState(WIDTH, [STOP], until_7, closing=[7], budget=100, successor=form)
+    state = ReasoningState(WIDTH, [STOP], until_7, opened=True, closing=[7], budget=100, successor=form)
     left = 100
     while not state.is_over and left:
         left -= 1
