@@ -187,9 +187,9 @@ def _kernels_widen_bfloat16() -> bool:
     With AVX-512, one request is 1.6 times as fast as in float32, 16 are 1.2 times, and a prompt takes 3% longer. With
     AVX2, fewer rows share what is widened, and a prompt takes 1.8 times as long.
     """
-    from cbatch.kernels.cpu.jit import HAS_AVX512
+    from cbatch.kernels.cpu.instruction_sets import CHOSEN
 
-    return HAS_AVX512
+    return CHOSEN.lanes >= 8
 
 
 def _cpu_has_bfloat16() -> bool:

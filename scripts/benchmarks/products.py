@@ -5,7 +5,7 @@
 Each product is repeated over matrices that do not fit into the caches together. With one row it is held by memory: its
 share is that of the bandwidth at which all threads read a large array. With many rows it is held by arithmetic: its
 share is that of the rate at which all threads execute the instruction that multiplies, on registers alone: for bfloat16
-that of float32 where there is no other. All are measured by turns. Processors without AVX-512 VNNI cannot be measured.
+that of float32 where there is no other. All are measured by turns. CBATCH_CPU names a smaller instruction set.
 """
 
 from __future__ import annotations
@@ -18,15 +18,22 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import types
 
 from cbatch.kernels.cpu.activation import ActivationParams
 from cbatch.kernels.cpu.emit import FLOATS, LITERAL, WORDS, Value, Variable, emitted, for_range
-from cbatch.kernels.cpu.jit import HAS_BFLOAT16, HAS_VNNI, entry
-from cbatch.kernels.cpu.matmul.formats import CPU_FORMATS, is_quantized, matrix_bytes
+from cbatch.kernels.cpu.instruction_sets import CHOSEN
+from cbatch.kernels.cpu.jit import entry
+from cbatch.kernels.cpu.matmul.formats import CPU_FORMATS, is_quantized, left_bytes_of, matrix_bytes
+from cbatch.kernels.cpu.matmul.instructions import (
+    BFLOATS,
+    add_bfloat16,
+    add_pairs,
+    add_quads,
+    add_shorts,
+)
 from cbatch.kernels.cpu.matmul.linear import WRITE, PackedMatrix, matmul, new_linear_workspace
-from cbatch.kernels.cpu.matmul.microkernel import LANES, BFloat16, prefetch
+from cbatch.kernels.cpu.matmul.microkernel import LANES, prefetch
 from cbatch.kernels.cpu.thread_pool import ThreadPool, shared_thread_pool
 from cbatch.kernels.cpu.work_queue import Worker, claimed
 from cbatch.kernels.formats import BFLOAT16, FORMATS, INT4_ZEROS
@@ -51,28 +58,36 @@ _BYTE = 0x3F
 _PIECE = 2**17
 """Words of a task that reads."""
 
-_INSTRUCTIONS = {"float32": 16, "int8": 64, "int16": 32} | ({"bf16": 32} if HAS_BFLOAT16 else {})
-"""Products of an instruction that multiplies."""
+_INSTRUCTIONS = {"float32": 16, "bf16": 32 if CHOSEN.bfloat16 else 16, "int8": 64, "int16": 32}
+"""Products of a vector that is multiplied."""
 
-_SUMS, _LOOPS = 16, 200_000
-"""Registers that are added to, and how often, by a task that measures the rate of an instruction."""
+_SUMS, _LOOPS = CHOSEN.rows(panels=1), 200_000
+"""Vectors that are added to, and how often, by a task that measures the rate of a product."""
 
 
 @emitted(types.void, LITERAL, types.int64, types.int64)
 def _emit_instructions(number: int, start: Value, loops: Value) -> None:
-    """Executes an instruction on registers: numbers from an address, sums of which are written there."""
+    """Multiplies in registers: numbers from an address, sums of which are written there."""
     name = tuple(_INSTRUCTIONS)[number]
-    total = FLOATS if name in ("bf16", "float32") else WORDS
-    factor = {"bf16": ir.VectorType(BFloat16(), 2 * LANES), "float32": FLOATS}.get(name, WORDS)
-    called = {
-        "bf16": "x86.avx512bf16.dpbf16ps.512", "int8": "x86.avx512.vpdpbusd.512", "int16": "x86.avx512.vpdpwssd.512",
-    }  # fmt: skip
-    one, other = ((start + 64 * index).read(factor) for index in (0, 1))
-    sums = [Variable((start + 128).read(total)) for _ in range(_SUMS)]
-    with for_range(loops):
-        for each in sums:
-            is_float = name == "float32"
-            each.value = one.fma(other, each.value) if is_float else each.value.call(called[name], one, other)
+    is_float = name == "float32" or (name == "bf16" and not CHOSEN.bfloat16)
+    kind = FLOATS if is_float else BFLOATS if name == "bf16" else WORDS
+    one = start.read(kind)
+    sums = [Variable((start + 128).read(FLOATS if kind != WORDS else WORDS)) for _ in range(_SUMS)]
+
+    def multiply(total: Value, other: Value) -> Value:
+        if is_float:
+            return one.fma(other, total)
+        if name == "bf16":
+            return add_bfloat16(total, one, other)
+        if name == "int8" and CHOSEN.quads:
+            return add_quads(total, one, other)
+        if name == "int8" and CHOSEN.shorts:
+            return add_shorts(total, one, other)
+        return add_pairs(total, one, other)
+
+    with for_range(loops) as loop:  # another vector each time: what does not change is computed once
+        for number, each in enumerate(sums):
+            each.value = multiply(each.value, (start + ((loop + number) & 3) * 64).read(kind))
     for index, each in enumerate(sums):
         (start + 64 * (3 + index)).write(each.value)
 
@@ -86,7 +101,7 @@ def _execute(worker: Worker, number: int, memory: Any, num_tasks: int, loops: in
             _emit_instructions(1, memory[worker.thread].ctypes.data, loops)
         elif number == 2:
             _emit_instructions(2, memory[worker.thread].ctypes.data, loops)
-        elif HAS_BFLOAT16:
+        else:
             _emit_instructions(3, memory[worker.thread].ctypes.data, loops)
 
 
@@ -129,9 +144,9 @@ class _Products:
         arena[:] = _BYTE
         self.matrix = PackedMatrix(arena, 0, kind, nothing, nothing)
         self.workspace = new_linear_workspace(pool.size, [kind], depth, rows=rows, left_bytes=left_bytes)
-        self.instruction = "bf16" if HAS_BFLOAT16 else "float32"
+        self.instruction = "bf16"
         if is_quantized(kind):
-            self.instruction = ("int8", "int16")[left_bytes - 1]
+            self.instruction = ("int8", "int16")[left_bytes_of(kind, left_bytes) - 1]
         self._next = 0
 
     def seconds_of(self, rows: int) -> Callable[[], float]:
@@ -189,9 +204,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, report: Report) -> int:
-    if not HAS_VNNI:
-        report.note("This processor does not have the instructions of AVX-512 for bytes.")
-        return 1
     sizes, left_bytes = options.rows or ROWS, 1 if options.activations == "int8" else 2
     pool = shared_thread_pool(num_threads())
     for shape in options.shape or SHAPES:

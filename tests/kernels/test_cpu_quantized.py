@@ -13,17 +13,20 @@ from numpy.typing import NDArray
 
 from cbatch.kernels.cpu import jit
 from cbatch.kernels.cpu.activation import ActivationParams
-from cbatch.kernels.cpu.matmul import linear
+from cbatch.kernels.cpu.instruction_sets import HOST_FEATURES, INSTRUCTION_SETS
+from cbatch.kernels.cpu.matmul import instructions, linear, microkernel
 from cbatch.kernels.cpu.matmul import quantized as loops
 from cbatch.kernels.cpu.matmul.formats import (
     CPU_FORMATS,
     OFFSETS,
+    left_bytes_of,
     matrix_bytes,
     pack_integers,
     unpack_column,
 )
 from cbatch.kernels.cpu.matmul.linear import ADD, WRITE, PackedMatrix, new_linear_workspace
-from cbatch.kernels.cpu.matmul.quantized import quantize_row, quantized_row_bytes
+from cbatch.kernels.cpu.matmul.microkernel import Ahead, Rows
+from cbatch.kernels.cpu.matmul.quantized import multiply_quantized, quantize_row, quantized_row_bytes
 from cbatch.kernels.cpu.work_queue import Worker
 from cbatch.kernels.formats import (
     GROUP,
@@ -32,6 +35,7 @@ from cbatch.kernels.formats import (
     INT8,
     IQ4_NL,
     LEVELS,
+    MIDDLE,
     MXFP4,
     NVFP4,
     Integers,
@@ -47,6 +51,7 @@ NOTHING = np.empty(0, np.float32)
 COLUMNS, PADDED = 70, 96
 QUANTIZED = range(INT8, len(CPU_FORMATS))
 unpack, quantize = callable_kernel(unpack_column), callable_kernel(quantize_row)
+multiply_loop = callable_kernel(multiply_quantized)
 
 
 @jit.entry
@@ -101,21 +106,21 @@ def multiply(
     return out[:, :COLUMNS]
 
 
-SETS = "avx512", "256 bits", "any processor"
+SETS = "avx512vnni", "avx512", "avxvnni", "avx2", "generic"
 
 
-@pytest.fixture(params=sampled(product(SETS, QUANTIZED), 8, keep=[(SETS[0], kind) for kind in QUANTIZED]), ids=str)
+@pytest.fixture(params=sampled(product(SETS, QUANTIZED), 10, keep=[(SETS[3], INT8), (SETS[3], INT4)]), ids=str)
 def kind_of_loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """A format by the loops of this processor, or by those of one that has less, compiled anew."""
-    instructions, kind = request.param
-    if instructions != "avx512":
-        monkeypatch.setattr(loops, "HAS_VNNI", False)
-        monkeypatch.setattr(loops, "HAS_VNNI_256", instructions == "256 bits" and jit.HAS_VNNI_256)
-        monkeypatch.setattr(loops, "ROW_COUNTS", (1, 2))
-        monkeypatch.setattr(loops, "MAX_ROWS", 2)
-        kept = {name: width for name, width in loops._LOOKUPS.items() if width == 32 and instructions == "256 bits"}
-        monkeypatch.setattr(loops, "_LOOKUPS", kept)
-        monkeypatch.setattr(jit, "_keep", lambda *_: None)
+    """A format by the loops of an instruction set, compiled anew."""
+    name, kind = request.param
+    chosen = next(each for each in INSTRUCTION_SETS if each.name == name)
+    if not chosen.needs <= HOST_FEATURES:
+        pytest.skip(f"this processor does not have {name}")
+    for module in (instructions, microkernel, loops):
+        monkeypatch.setattr(module, "CHOSEN", chosen)
+    monkeypatch.setattr(loops, "MAX_ROWS", min(6, chosen.rows(panels=1)))
+    monkeypatch.setattr(loops, "ROW_COUNTS", tuple(range(1, loops.MAX_ROWS + 1)))
+    monkeypatch.setattr(jit, "_keep", lambda *_: None)
     loops.quantized_address.cache_clear()
     yield kind
     loops.quantized_address.cache_clear()
@@ -143,18 +148,46 @@ def test_products(kind_of_loops: int) -> None:
         assert np.allclose(multiply(a, packed, kind, left_bytes, before), found + 1, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: CPU_FORMATS[kind])
-def test_rows_that_are_integers_lose_nothing(kind: int) -> None:
-    """Guards the integer sums: with rows that rounding does not change they are those of float64."""
-    packed, numbers = draw(kind, 336)
-    a = np.random.default_rng(1).integers(-127, 128, (7, 336)).astype(np.float32)
-    a[:, ::16] = 127  # so that a block's unit is 1
-    assert np.allclose(multiply(bfloat16(a), packed, kind, 1), a @ numbers.T, rtol=2e-6, atol=2e-2)
+def test_sums_of_integers_are_exact(kind_of_loops: int) -> None:
+    """Guards the integers of each instruction set: for all extremes the sums of groups are those of Python."""
+    kind, group, generator = kind_of_loops, group_of(kind_of_loops), np.random.default_rng(kind_of_loops)
+    low, high = (-128, 128) if kind == INT8 else (0, 16)
+    drawn = generator.choice([low, low + 1, high - 2, high - 1, (low + high) // 2], (32, 3 * group))
+    drawn[:2] = np.array([[low], [high - 1]])
+    meant = np.array(LEVELS[kind])[drawn] if kind in LEVELS else drawn - MIDDLE * (kind == INT4)
+    ones = np.ones((32, 3), np.float32)
+    packed = packed_of(kind, drawn, ones, 0 * ones if kind == INT4_ZEROS else None)
+    for left_bytes in {left_bytes_of(kind, 1), 2}:
+        most, dtype = (127, np.int8) if left_bytes == 1 else (32767, np.int16)
+        rows = generator.choice([-most, -most + 1, 0, most - 1, most], (loops.MAX_ROWS, 3 * group))
+        rows[0] = most
+        memory = np.zeros((len(rows), quantized_row_bytes(kind, left_bytes, 3 * group)), np.uint8)
+        for row, numbers in enumerate(rows.reshape(-1, 3, group)):
+            total = numbers.sum(axis=1)
+            words = (-total).astype(np.float32).view(np.int32) if kind == INT4_ZEROS else -OFFSETS[kind] * total
+            order = numbers if left_bytes == 1 else numbers.reshape(3, -1, 4)[..., [0, 2, 1, 3]].reshape(3, -1)
+            parts = (
+                order.astype(dtype).view(np.uint8),
+                ones[:1].T.copy().view(np.uint8),
+                words.astype(np.int32)[:, None],
+            )
+            groups = np.concatenate([*parts[:2], parts[2].view(np.uint8)], axis=1)
+            memory[row, : groups.size] = groups.reshape(-1)
+        exact = np.einsum("rgk,cgk->rgc", rows.reshape(-1, 3, group), meant.reshape(-1, 3, group))
+        expected = np.zeros((len(rows), 32), np.float32)
+        for part in range(3):
+            expected += exact[:, part].astype(np.float32)
+        for count in range(1, len(rows) + 1):
+            out = np.full((count, 32), np.nan, np.float32)
+            left, target = Rows(memory.ctypes.data, memory.shape[1]), Rows(out.ctypes.data, 128)
+            address = loops.quantized_address(kind, left_bytes)
+            multiply_loop(address, left, packed.ctypes.data, 3, Ahead(0, 0), target, count, 0)
+            assert np.array_equal(out, expected[:count])
 
 
-@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: CPU_FORMATS[kind])
-def test_extreme_sums(kind: int) -> None:
-    """Guards the int32 against overflow: all weights and all numbers of a row are as large as they can be."""
+def test_extreme_sums(kind_of_loops: int) -> None:
+    """Guards the sums against overflow: all weights and all numbers of a row are as large as they can be."""
+    kind = kind_of_loops
     for sign, left_bytes in product((-1, 1), (1, 2)):
         a = bfloat16(np.full((1, 512), sign, np.float32))
         ones = np.ones((COLUMNS, 512 // group_of(kind)))

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from cbatch.kernels.cpu.jit import HAS_VNNI
 from scripts.benchmarks import products, rounding
 from scripts.benchmarks.harness import BENCHMARKS, by_turns, main, median_by_name, parse
 from scripts.benchmarks.lengths import mean_longest, read_lengths
@@ -113,7 +112,6 @@ def test_every_rounding_is_measured(measure: Measure, monkeypatch: pytest.Monkey
 
 @pytest.mark.exhaustive  # compiles kernels of its own
 @pytest.mark.kernels
-@pytest.mark.skipif(not HAS_VNNI, reason="needs AVX-512 VNNI")
 def test_products_are_measured(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the kernels that are measured, and the figures of each format and number of rows."""
     monkeypatch.setattr(products, "SHAPES", {"small": (64, 96)})
@@ -124,12 +122,6 @@ def test_products_are_measured(measure: Measure, monkeypatch: pytest.MonkeyPatch
     for by_rows in found.values():
         assert list(by_rows) == ["1", "3"]
         assert all(figure > 0 for figures in by_rows.values() for figure in figures.values())
-
-
-def test_other_processors_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards processors without the instructions: they get a sentence and not a crash."""
-    monkeypatch.setattr(products, "HAS_VNNI", False)
-    assert main(["products"]) == 1 and "AVX-512" in capsys.readouterr().err
 
 
 @pytest.mark.slow

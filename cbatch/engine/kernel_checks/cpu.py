@@ -21,7 +21,7 @@ from cbatch.engine.kernel_checks.made_up_steps import draw
 from cbatch.engine.kernel_checks.whole_step import ExpectedSteps, StepRunner
 from cbatch.kernels.cpu.activation import ActivationParams
 from cbatch.kernels.cpu.jit import entry
-from cbatch.kernels.cpu.matmul.formats import is_quantized, pack_integers, pack_weight, tile_bytes
+from cbatch.kernels.cpu.matmul.formats import is_quantized, left_bytes_of, pack_integers, pack_weight, tile_bytes
 from cbatch.kernels.cpu.matmul.linear import WRITE, PackedMatrix, matmul, new_linear_workspace
 from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, pad_columns
 from cbatch.kernels.cpu.tensors import as_array
@@ -129,7 +129,7 @@ def _multiply(worker: Any, a: Any, matrix: Any, out: Any, workspace: Any) -> Non
 class _Product:
     """The kernel of the products with weights [columns, depth] of a format.
 
-    left_bytes: see `LinearWorkspace`
+    left_bytes: see `CpuLayout`
     """
 
     columns: int
@@ -139,7 +139,7 @@ class _Product:
     left_bytes: int
 
     def check(self, name: str, rows: int) -> KernelCheck:
-        by = f" by int{8 * self.left_bytes}" if is_quantized(self.format) else ""
+        by = f" by int{8 * left_bytes_of(self.format, self.left_bytes)}" if is_quantized(self.format) else ""
         tolerance = _INT8_ROWS_TOLERANCE if by == " by int8" else TOLERANCES[self.dtype]
         measure, workload = partial(self._error, rows), partial(self._workload, rows)
         return run_check(f"{name} ({FORMATS[self.format]}{by})", CPU, tolerance, measure, workload)

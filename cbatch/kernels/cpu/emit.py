@@ -30,6 +30,19 @@ def _operator(operation: str) -> Callable[[Any, Any], Value]:
     return lambda self, other: self._with(operation, other)
 
 
+class BFloat16(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite has no class for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat16)
+
+    def __hash__(self) -> int:
+        return hash(BFloat16)
+
+
 class Value:
     """A number, a vector of numbers, or an address, which is an int64.
 
@@ -111,6 +124,11 @@ class Value:
         """This times the other plus the total, rounded once."""
         return self.call("fma.f32" if self.type == FLOAT else f"fma.v{LANES}f32", other, total)
 
+    def hidden(self) -> Value:
+        """The same int64, which the compiler takes for another one: what it reads from there twice it reads twice."""
+        kind = ir.FunctionType(INT64, [INT64])
+        return Value(self.builder, self.builder.asm(kind, "", "=r,0", [self.of], side_effect=False))
+
     def pointer(self, kind: Any) -> Any:
         """Of LLVM, to what an address holds."""
         return self.builder.inttoptr(self.of, kind.as_pointer())
@@ -121,6 +139,21 @@ class Value:
 
     def write(self, value: Value, align: int = 1) -> None:
         self.builder.store(value.of, self.pointer(value.type), align=align)
+
+
+def by_parts(lanes: int, operation: Callable[..., Value], *vectors: Value) -> Value:
+    """An operation on vectors, called for each part of so many words of 32 bits; the results side by side."""
+    count = LANES // lanes
+    if count == 1:
+        return operation(*vectors)
+    found = []
+    for number in range(count):
+        places = [range(number * each.type.count // count, (number + 1) * each.type.count // count) for each in vectors]
+        found.append(operation(*(each.shuffle(part) for each, part in zip(vectors, places, strict=True))))
+    while len(found) > 1:
+        pairs = zip(found[::2], found[1::2], strict=True)
+        found = [one.shuffle(range(2 * one.type.count), other) for one, other in pairs]
+    return found[0]
 
 
 class Variable:
@@ -141,6 +174,21 @@ class Variable:
     @property
     def address(self) -> Value:
         return Value(self._builder, self._builder.ptrtoint(self.place, INT64))
+
+
+class Place(Variable):
+    """A vector of float32 that stays in memory, at an address."""
+
+    def __init__(self, address: Value) -> None:
+        self._builder, self.place = address.builder, address.pointer(FLOATS)
+
+    @property
+    def value(self) -> Value:
+        return Value(self._builder, self._builder.load(self.place, align=4))
+
+    @value.setter
+    def value(self, value: Value) -> None:
+        self._builder.store(value.of, self.place, align=4)
 
 
 @contextmanager

@@ -11,12 +11,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
+import cbatch.kernels.cpu.instruction_sets  # noqa: F401  # before numba compiles anything
 from cbatch import compat
 from cbatch.compat import NO_REFERENCE_COUNTS, inner_compiler, is_compiled, keep_compiled, new_callback
 from cbatch.kernels.cpu.emit import INT8, Value, emitted
@@ -25,15 +25,6 @@ from cbatch.runtime.numba_setup import why_not_trusted
 _log = logging.getLogger("cbatch")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-FEATURES = frozenset(name for name, is_there in llvm.get_host_cpu_features().items() if is_there)
-HAS_AVX512 = "avx512f" in FEATURES
-HAS_BFLOAT16 = "avx512bf16" in FEATURES
-"""Whether one instruction multiplies pairs of bfloat16 into float32."""
-HAS_VNNI = "avx512vnni" in FEATURES
-"""Whether one instruction adds the products of two int16, or of four bytes, to each of 16 int32."""
-HAS_VNNI_256 = "avxvnni" in FEATURES
-"""The same for 8 int32."""
 
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 

@@ -20,7 +20,8 @@ from numba.extending import overload
 
 from cbatch.kernels.cpu.emit import FLOATS, INT8, INT32, LANES, LIKE, WORDS, Value, emitted, for_range
 from cbatch.kernels.cpu.fast_math import bits_of, from_bits, from_float32, to_float32
-from cbatch.kernels.cpu.jit import FEATURES, entry, kernel
+from cbatch.kernels.cpu.instruction_sets import FEATURES
+from cbatch.kernels.cpu.jit import entry, kernel
 from cbatch.kernels.cpu.paged_kv import AttentionPlan, PagedKV
 from cbatch.kernels.cpu.work_queue import Worker, claimed
 

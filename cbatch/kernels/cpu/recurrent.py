@@ -32,7 +32,8 @@ from cbatch.kernels.cpu.emit import (
     switch,
 )
 from cbatch.kernels.cpu.fast_math import exp, from_float32, silu, to_float32
-from cbatch.kernels.cpu.jit import HAS_AVX512, inlined, kernel, view_as
+from cbatch.kernels.cpu.instruction_sets import CHOSEN
+from cbatch.kernels.cpu.jit import inlined, kernel, view_as
 from cbatch.kernels.cpu.matmul.microkernel import prefetch, read_broadcast
 from cbatch.kernels.cpu.norm import NormParams, normalize
 from cbatch.kernels.cpu.softmax import load_floats, store_floats
@@ -46,7 +47,7 @@ _CHANNELS = 1024
 _NORM_ROWS = 8
 """Rows of a task of a norm."""
 
-_PANELS = (4, 2, 1) if HAS_AVX512 else (2, 1)
+_PANELS = (4, 2, 1) if CHOSEN.lanes == LANES else (2, 1)
 """Numbers of vectors that a block may have. Sums of the most wait for no other, and fit into the registers."""
 
 _ROWS_AHEAD = 2

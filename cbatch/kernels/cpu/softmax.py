@@ -21,14 +21,14 @@ from cbatch.kernels.cpu.emit import (
     PARTS,
     SHORTS,
     WORDS,
+    BFloat16,
     Value,
     Variable,
     emitted,
     for_range,
     if_then,
 )
-from cbatch.kernels.cpu.jit import HAS_BFLOAT16
-from cbatch.kernels.cpu.matmul.microkernel import BFloat16
+from cbatch.kernels.cpu.instruction_sets import CHOSEN
 
 TILE_TOKENS = 128
 """Tokens whose scores go through the online softmax at once."""
@@ -58,7 +58,7 @@ def load_floats(address: Value, index: int, element: Any) -> Value:
 
 def store_floats(vector: Value, address: Value, index: int, element: Any) -> None:
     """Stores float32 as such, or rounded to the nearest bfloat16."""
-    if element == types.uint16 and HAS_BFLOAT16:
+    if element == types.uint16 and CHOSEN.bfloat16:
         vector = vector.to("fptrunc", ir.VectorType(BFloat16(), LANES)).bits(SHORTS)
     elif element == types.uint16:
         bits = vector.bits(WORDS)

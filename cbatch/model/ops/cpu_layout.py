@@ -18,7 +18,14 @@ from torch.nn.functional import pad
 
 from cbatch.base.quantization import Quantization
 from cbatch.kernels.cpu import activation, norm
-from cbatch.kernels.cpu.matmul.formats import is_quantized, matrix_bytes, pack_integers, pack_weight, tile_bytes
+from cbatch.kernels.cpu.matmul.formats import (
+    is_quantized,
+    left_bytes_of,
+    matrix_bytes,
+    pack_integers,
+    pack_weight,
+    tile_bytes,
+)
 from cbatch.kernels.cpu.matmul.linear import prepared_row_bytes
 from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, LANES, pad_columns
 from cbatch.kernels.cpu.program import BUFFER, NORM, Instruction, Weights
@@ -64,7 +71,7 @@ class CpuLayout:
     float_columns, element_columns: widths of both arenas of buffers, in numbers for each token
     deepest:       the largest depth of a product
     formats:       of the matrices
-    left_bytes:    bytes of a number of a row that is multiplied with quantized weights
+    left_bytes:    wanted bytes of a number of a row that is multiplied with quantized weights (see `left_bytes_of`)
     prepared_bytes: the most bytes that the left-hand rows of a product take, for each token, if it has to prepare them
     routing_columns, num_experts: the most experts of a token, and of a layer; 0 without experts
     multiplied:    names of the buffers that go into products
@@ -250,7 +257,8 @@ class CpuLayout:
         kind = self.format_of(matrix, is_head=is_head) if format is None else format
         self.deepest = max(self.deepest, depth)
         self.formats.add(kind)
-        self.prepared_bytes = max(self.prepared_bytes, rows * prepared_row_bytes(kind, self.left_bytes, depth))
+        width = prepared_row_bytes(kind, left_bytes_of(kind, self.left_bytes), depth)
+        self.prepared_bytes = max(self.prepared_bytes, rows * width)
         start = self._place("matrices", matrix_bytes(kind, columns, depth))
 
         def fill(first: int, stop: int, arrays: Arrays, tensors: Tensors) -> None:

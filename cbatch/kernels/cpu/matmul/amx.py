@@ -25,7 +25,8 @@ from numba import types
 from numba.np.numpy_support import from_dtype
 
 from cbatch.kernels.cpu.emit import INT8, INT16, INT64, LANES, PARTS, Value, Variable, emitted, for_range, if_then
-from cbatch.kernels.cpu.jit import FEATURES, Part, address_of
+from cbatch.kernels.cpu.instruction_sets import CHOSEN
+from cbatch.kernels.cpu.jit import Part, address_of
 from cbatch.kernels.cpu.matmul.microkernel import emit_prefetch
 
 ROWS_AT_ONCE = 2 * LANES
@@ -50,7 +51,7 @@ def has_amx() -> bool:
 
     Linux gives them to a process that asks; all its threads have them then.
     """
-    if not {"amx-tile", "amx-bf16"} <= FEATURES or platform.system() != "Linux":
+    if not CHOSEN.has_amx or platform.system() != "Linux":
         return False
     return int(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA)) == 0
 

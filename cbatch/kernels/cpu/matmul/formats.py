@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from cbatch.kernels.cpu.emit import FLOAT, INT16, Value, emitted
 from cbatch.kernels.cpu.fast_math import to_float32
 from cbatch.kernels.cpu.jit import kernel, shared
+from cbatch.kernels.cpu.matmul.instructions import takes_bytes
 from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, pad_columns
 from cbatch.kernels.formats import (
     BFLOAT16,
@@ -55,6 +56,11 @@ CPU_FORMATS = FORMATS[:FP8]
 OFFSETS = {INT8: 128, INT4: MIDDLE} | {format: -min(levels) for format, levels in LEVELS.items()}
 """How much larger the integers that are multiplied are than those that are meant."""
 
+MOST_WEIGHT = {INT8: 255, INT4: 15, INT4_ZEROS: 15} | {
+    format: max(levels) - min(levels) for format, levels in LEVELS.items()
+}
+"""The largest integer that is multiplied."""
+
 _INT8_OFFSET, _INT4_OFFSET = OFFSETS[INT8], OFFSETS[INT4]
 _MXFP4_LEVELS, _IQ4_NL_LEVELS = (np.array(LEVELS[format], np.float32) for format in (MXFP4, IQ4_NL))
 _HALF = np.dtype(np.float16).itemsize
@@ -66,6 +72,16 @@ group_size = shared(group_of)
 def is_quantized(format: int) -> bool:
     """Whether numbers are integers, so that left-hand rows are quantized too."""
     return format >= INT8
+
+
+def left_bytes_of(format: int, wanted: int) -> int:
+    """The bytes of a number of a left-hand row: as many as wanted, 1 or 2, or 0 for weights that are not quantized.
+
+    If the processor multiplies bytes no faster than int16, rows of bytes would only lose accuracy.
+    """
+    if not is_quantized(format):
+        return 0
+    return wanted if takes_bytes(MOST_WEIGHT[format]) else 2
 
 
 @shared

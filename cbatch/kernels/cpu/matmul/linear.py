@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from cbatch.kernels.cpu.activation import CLIPPED_SILU, SILU, ActivationParams, activate, clipped_silu
 from cbatch.kernels.cpu.emit import FLOATS, PARTS, Value, Variable, emitted, for_range, if_then
 from cbatch.kernels.cpu.fast_math import from_float32, silu, to_float32
-from cbatch.kernels.cpu.jit import HAS_BFLOAT16, kernel, shared
+from cbatch.kernels.cpu.instruction_sets import CHOSEN
+from cbatch.kernels.cpu.jit import kernel, shared
 from cbatch.kernels.cpu.matmul import amx, quantized
-from cbatch.kernels.cpu.matmul.formats import group_bytes, group_size, is_quantized, tile_bytes
+from cbatch.kernels.cpu.matmul.formats import group_bytes, group_size, is_quantized, left_bytes_of, tile_bytes
 from cbatch.kernels.cpu.matmul.microkernel import (
     COLUMNS,
     LANES,
@@ -40,6 +41,8 @@ from cbatch.runtime.cpu import empty, second_cache_bytes
 
 _ROW_BLOCK_BYTES = second_cache_bytes() * 3 // 8
 """Bytes of left-hand rows that are multiplied with a part of the weights before the next: they stay in the cache."""
+
+_MULTIPLIES_BFLOAT16 = bool(CHOSEN.bfloat16)
 
 FEW_ROWS = 4
 """Rows that every thread prepares for itself, which takes less time than waiting for each other."""
@@ -77,7 +80,7 @@ class LinearWorkspace(NamedTuple):
 
     microkernels: [formats] addresses of the loops, 0 for formats that no matrix has
     max_rows:     [formats] the most rows that each takes
-    left_bytes:   bytes of a number of a left-hand row, for quantized weights: 1 or 2
+    left_bytes:   [formats] bytes of a number of a left-hand row (see `left_bytes_of`)
     sums:         [threads, rows, 32] the results of a tile
     gates:        [threads, rows * 16] the activated half of them
     panels:       [threads, 4] the addresses of its panels, and what is prefetched (see `Panels`)
@@ -87,7 +90,7 @@ class LinearWorkspace(NamedTuple):
 
     microkernels: NDArray[np.int64]
     max_rows: NDArray[np.int64]
-    left_bytes: int
+    left_bytes: NDArray[np.int64]
     sums: NDArray[np.float32]
     gates: NDArray[np.float32]
     panels: NDArray[np.int64]
@@ -98,16 +101,22 @@ class LinearWorkspace(NamedTuple):
 def new_linear_workspace(
     threads: int, formats: Iterable[int], depth: int, *, rows: int = 0, left_bytes: int = 1
 ) -> LinearWorkspace:
-    """formats: of the matrices; depth: the largest of them; rows: the most left-hand rows of a product"""
-    addresses, most = np.zeros(len(FORMATS), np.int64), np.zeros(len(FORMATS), np.int64)
+    """Memory for products with matrices of some formats.
+
+    depth:      the largest of the matrices
+    rows:       the most left-hand rows of a product
+    left_bytes: of a number of a row for quantized weights, 1 or 2, if the processor multiplies such rows fast
+    """
+    addresses, most, of_numbers = np.zeros((3, len(FORMATS)), np.int64)
     width = 0
     for kind in formats:
-        addresses[kind], most[kind] = _microkernel_of(kind, left_bytes)
-        width = max(width, prepared_row_bytes(kind, left_bytes, depth))
+        of_numbers[kind] = bytes_of_number = left_bytes_of(kind, left_bytes)
+        addresses[kind], most[kind] = _microkernel_of(kind, bytes_of_number)
+        width = max(width, prepared_row_bytes(kind, bytes_of_number, depth))
     return LinearWorkspace(
         addresses,
         most,
-        left_bytes,
+        of_numbers,
         empty((threads, int(most.max()), COLUMNS), np.float32),
         empty((threads, int(most.max()) * LANES), np.float32),
         empty((threads, 4), np.int64),
@@ -157,7 +166,7 @@ def prepared_row_bytes(format: int, left_bytes: int, depth: int) -> int:
     """
     if is_quantized(format):
         return quantized_row_bytes(format, left_bytes, depth)
-    return whole_lines(4 * depth) if format == BFLOAT16 and not HAS_BFLOAT16 else 0
+    return whole_lines(4 * depth) if format == BFLOAT16 and not _MULTIPLIES_BFLOAT16 else 0
 
 
 @kernel
@@ -174,18 +183,19 @@ def _prepare_row(row: Any, memory: Any, weights: int, left_bytes: int) -> None:
 @kernel
 def prepare_rows(worker: Worker, phase: int, a: Any, weights: int, workspace: LinearWorkspace) -> tuple[int, Rows]:
     """Rows of `a` as the microkernel takes them for weights of that format, and the next phase."""
-    num_rows, width = len(a), prepared_row_bytes(weights, workspace.left_bytes, a.shape[1])
+    left_bytes = workspace.left_bytes[weights]
+    num_rows, width = len(a), prepared_row_bytes(weights, left_bytes, a.shape[1])
     if width == 0:
         return phase, Rows(np.int64(a.ctypes.data), a.shape[1] * a.itemsize)
     if num_rows <= FEW_ROWS:
         own = workspace.few_rows[worker.thread]
         for row in range(num_rows):
-            _prepare_row(a[row], own[row * width : (row + 1) * width], weights, workspace.left_bytes)
+            _prepare_row(a[row], own[row * width : (row + 1) * width], weights, left_bytes)
         return phase, Rows(np.int64(own.ctypes.data), width)
     rows, num_tasks = workspace.rows, -(-num_rows // _ROWS_PER_TASK)
     for task in claimed(worker, phase, num_tasks):
         for row in range(task * _ROWS_PER_TASK, min(num_rows, (task + 1) * _ROWS_PER_TASK)):
-            _prepare_row(a[row], rows[row * width : (row + 1) * width], weights, workspace.left_bytes)
+            _prepare_row(a[row], rows[row * width : (row + 1) * width], weights, left_bytes)
     return phase + 1, Rows(np.int64(rows.ctypes.data), width)
 
 

@@ -12,7 +12,7 @@ last bit, in every batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from cbatch.kernels.cpu.emit import (
     LIKE,
     PARTS,
     WORDS,
+    Place,
     Value,
     Variable,
     emitted,
@@ -40,15 +41,18 @@ from cbatch.kernels.cpu.emit import (
     switch,
 )
 from cbatch.kernels.cpu.emit import LANES as LANES
-from cbatch.kernels.cpu.jit import HAS_AVX512, HAS_BFLOAT16, Part, address_of, call_loop, kernel, shared
+from cbatch.kernels.cpu.instruction_sets import CHOSEN
+from cbatch.kernels.cpu.jit import Part, address_of, call_loop, kernel, shared
+from cbatch.kernels.cpu.matmul.instructions import BFLOATS, add_bfloat16
 
 COLUMNS = 2 * LANES
 """Columns of a tile."""
 
-ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12) if HAS_AVX512 else (1, 2)
-"""Numbers of rows that there is code for. The sums of the largest fill the registers that the columns leave."""
+MAX_ROWS = CHOSEN.rows(panels=2 if CHOSEN.lanes == LANES else 1)
+"""Rows whose sums fill the registers that the columns leave. Where registers are short, panels come one by one."""
 
-MAX_ROWS = max(ROW_COUNTS)
+ROW_COUNTS = tuple(rows for rows in (1, 2, 3, 4, 6, 8, 12) if rows <= MAX_ROWS)
+"""Numbers of rows that there is code for."""
 
 FIRST_CACHE, SECOND_CACHE = 3, 2
 """How near something is prefetched, for `llvm.prefetch`."""
@@ -120,28 +124,12 @@ def prefetch_ahead(step_bytes: int, steps: int, number: int, passes: int) -> Ahe
 
 def left_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The type of left-hand rows for panels of float32 or uint16 (bfloat16)."""
-    return dtype if HAS_BFLOAT16 else np.dtype(np.float32)
+    return dtype if CHOSEN.bfloat16 else np.dtype(np.float32)
 
 
 def pad_columns(columns: int) -> int:
     """The number of columns, rounded up to whole tiles."""
     return -(-columns // COLUMNS) * COLUMNS
-
-
-class BFloat16(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite has no class for."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, BFloat16)
-
-    def __hash__(self) -> int:
-        return hash(BFloat16)
-
-
-_PAIRS = ir.VectorType(BFloat16(), 2 * LANES)
 
 
 def read_broadcast(address: Value, kind: Any) -> Value:
@@ -150,18 +138,40 @@ def read_broadcast(address: Value, kind: Any) -> Value:
 
 
 @contextmanager
-def row_sums(outs: list[Value], add: Value) -> Iterator[dict[tuple[int, int], Variable]]:
-    """The sums of rows and panels, which are written to these rows at the end; they begin there if `add` is 1."""
-    places = [(row, panel) for row in range(len(outs)) for panel in (0, 1)]
-    sums = {place: Variable(add.constant(None, FLOATS)) for place in places}
+def row_sums(
+    outs: list[Value], panels: Sequence[Any], add: Value, *, in_memory: bool = False
+) -> Iterator[Mapping[tuple[int, int], Variable]]:
+    """The sums of rows and panels, which are written to these rows at the end; they begin there if `add` is 1.
+
+    panels:    0, 1 or both
+    in_memory: they stay there meanwhile, and leave registers to others
+    """
+    addresses = {(row, i): out + panel * (LANES * 4) for row, out in enumerate(outs) for i, panel in enumerate(panels)}
     # Each pointer is made once: of two alike, the compiler would keep both.
-    targets = {(row, panel): (outs[row] + panel * LANES * 4).pointer(FLOATS) for row, panel in places}
+    targets = {place: Place(address) for place, address in addresses.items()}
+    nothing = add.constant(None, FLOATS)
+    if in_memory:
+        with if_then(add.is_("==", 0)):
+            for target in targets.values():
+                target.value = nothing
+        yield targets
+        return
+    sums: dict[tuple[int, int], Variable] = {place: Variable(nothing) for place in targets}
     with if_then(add.is_("!=", 0)):
         for place, target in targets.items():
-            sums[place].value = Value(add.builder, add.builder.load(target, align=4))
+            sums[place].value = target.value
     yield sums
     for place, target in targets.items():
-        add.builder.store(sums[place].value.of, target, align=4)
+        target.value = sums[place].value
+
+
+def emit_for_panels(num_rows: int, zero: Value, emit: Callable[[Sequence[Any]], None]) -> None:
+    """Code for both panels at once, if the sums of so many rows fit into registers; else for one after the other."""
+    if num_rows <= CHOSEN.rows(panels=2):
+        emit((0, 1))
+    else:
+        with for_range(zero.constant(2)) as panel:
+            emit((panel,))
 
 
 def emit_for_rows(count: Value, row_counts: tuple[int, ...], emit: Callable[[int], None]) -> None:
@@ -176,27 +186,24 @@ class _TileEmitter:
 
     def __init__(self, element: Any, num_rows: int) -> None:
         self.is_float, self.num_rows = element == types.float32, num_rows
-        self.step_bytes = 4 if self.is_float or HAS_BFLOAT16 else 8
+        self.step_bytes = 4 if self.is_float or CHOSEN.bfloat16 else 8
         """Of a left-hand row: what is multiplied with one vector of a panel."""
 
     def weights(self, at: Value) -> list[Value]:
         """The part of a panel for `multiply_add`: one vector, or those of the first and second numbers of pairs."""
-        if self.is_float or HAS_BFLOAT16:
-            return [at.read(FLOATS if self.is_float else _PAIRS)]
+        if self.is_float or CHOSEN.bfloat16:
+            return [at.read(FLOATS if self.is_float else BFLOATS)]
         words = at.read(WORDS)
         return [(words << 16).bits(FLOATS), (words & 0xFFFF0000).bits(FLOATS)]
 
-    def left(self, at: Value) -> list[Value]:
-        """The same of a left-hand row, in all lanes."""
-        if not self.is_float and HAS_BFLOAT16:
-            return [read_broadcast(at, INT32).bits(_PAIRS)]
-        return [read_broadcast(at + place, FLOAT) for place in range(0, self.step_bytes, 4)]
+    def left(self, at: Value, part: int) -> Value:
+        """What is multiplied with one of these vectors, of a left-hand row, in all lanes."""
+        if not self.is_float and CHOSEN.bfloat16:
+            return read_broadcast(at, INT32).bits(BFLOATS)
+        return read_broadcast(at + 4 * part, FLOAT)
 
-    def multiply_add(self, total: Value, left: list[Value], right: list[Value]) -> Value:
-        for one, other in zip(left, right, strict=True):
-            is_pairs = one.type == _PAIRS
-            total = total.call("x86.avx512bf16.dpbf16ps.512", one, other) if is_pairs else one.fma(other, total)
-        return total
+    def multiply_add(self, total: Value, left: Value, right: Value) -> Value:
+        return add_bfloat16(total, left, right) if left.type == BFLOATS else left.fma(right, total)
 
     def emit(self, left: list[Value], panels: list[Value], out: list[Value], count: Value, add: Value) -> None:
         """Code for up to so many rows. If there are fewer, it computes the last one several times."""
@@ -205,23 +212,28 @@ class _TileEmitter:
         numbers = [last.constant(row) for row in range(self.num_rows)]
         numbers = [number.is_("<", last).choose(number, last) for number in numbers]
         outs, rows = ([start + stride * number for number in numbers] for start, stride in (out, left))
-        slices = cgutils.for_range_slice(depth.builder, INT64(0), depth.of, run.of, inc=True)
-        with row_sums(outs, add) as sums, slices as (at, index):
-            first, number = (Value(depth.builder, each) for each in (at, index))
-            rest = depth - first
-            steps = rest.is_("<", run).choose(rest, run)
-            where = [(table + (number * 32 + 8 * i)).read(INT64) for i in range(4)]
-            self.emit_run(rows, where, first * self.step_bytes, steps, (stride, ahead), sums)
+
+        def emit_panels(which: Sequence[Any]) -> None:
+            slices = cgutils.for_range_slice(depth.builder, INT64(0), depth.of, run.of, inc=True)
+            with row_sums(outs, which, add) as sums, slices as (at, index):
+                first, number = (Value(depth.builder, each) for each in (at, index))
+                rest = depth - first
+                steps = rest.is_("<", run).choose(rest, run)
+                starts = [table + number * 32 + panel * 8 for panel in which]
+                where = [[(start + after).read(INT64) for start in starts] for after in (0, 16)]
+                self.emit_run(rows, where, first * self.step_bytes, steps, (stride, ahead), sums)
+
+        emit_for_panels(self.num_rows, add, emit_panels)
 
     def emit_run(
-        self, rows: list[Value], places: list[Value], start: Value, steps: Value, strides: Any, sums: Any
+        self, rows: list[Value], places: list[list[Value]], start: Value, steps: Value, strides: Any, sums: Any
     ) -> None:
         """Code for the steps of one run.
 
-        places: of both panels, and of what is prefetched
+        places: of the panels, and of what is prefetched
         start:  bytes from the beginning of a left-hand row
         """
-        panels, ahead = places[:2], places[2:]
+        panels, ahead = places
         with for_range(steps) as step:
             there, (down, further) = start + step * self.step_bytes, (step * stride for stride in strides)
             if self.num_rows > FEW_ROWS:  # products take longer than reading
@@ -230,11 +242,12 @@ class _TileEmitter:
                 for place in ahead:
                     emit_prefetch(place + further, near=SECOND_CACHE)
             weights = [self.weights(panel + down) for panel in panels]
-            for row, address in enumerate(rows):
-                number = self.left(address + there)
-                for panel in (0, 1):
-                    total = sums[row, panel]
-                    total.value = self.multiply_add(total.value, number, weights[panel])
+            for part, numbers in enumerate(zip(*weights, strict=True)):
+                for row, address in enumerate(rows):
+                    left = self.left(address + there, part)
+                    for i, number in enumerate(numbers):
+                        total = sums[row, i]
+                        total.value = self.multiply_add(total.value, left, number)
 
 
 @emitted(types.void, LIKE, PARTS, PARTS, PARTS, types.int64, types.int64)

@@ -17,6 +17,7 @@ every batch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -40,22 +41,15 @@ from cbatch.kernels.cpu.emit import (
     for_range,
     if_then,
 )
-from cbatch.kernels.cpu.jit import (
-    FEATURES,
-    HAS_AVX512,
-    HAS_VNNI,
-    HAS_VNNI_256,
-    Part,
-    address_of,
-    call_loop,
-    kernel,
-    shared,
-)
-from cbatch.kernels.cpu.matmul.formats import OFFSETS, group_bytes, group_size, number_bytes
+from cbatch.kernels.cpu.instruction_sets import CHOSEN
+from cbatch.kernels.cpu.jit import Part, address_of, call_loop, kernel, shared
+from cbatch.kernels.cpu.matmul.formats import MOST_WEIGHT, OFFSETS, group_bytes, group_size, number_bytes
+from cbatch.kernels.cpu.matmul.instructions import QUADS, add_pairs, add_quads, add_shorts, look_up, most_products
 from cbatch.kernels.cpu.matmul.microkernel import (
     SECOND_CACHE,
     Ahead,
     Rows,
+    emit_for_panels,
     emit_for_rows,
     emit_prefetch,
     read_broadcast,
@@ -63,21 +57,13 @@ from cbatch.kernels.cpu.matmul.microkernel import (
 )
 from cbatch.kernels.formats import GROUP, INT4_ZEROS, INT8, LEVELS, MXFP4
 
-ROW_COUNTS = (1, 2, 3, 4, 5, 6) if HAS_AVX512 else (1, 2)
+MAX_ROWS = min(6, CHOSEN.rows(panels=1))
+
+ROW_COUNTS = tuple(range(1, MAX_ROWS + 1))
 """Numbers of rows that there is code for: all up to the largest, the sums of which fill the registers."""
 
-MAX_ROWS = max(ROW_COUNTS)
-
-_PAIRS, _BYTES = ir.VectorType(ir.IntType(16), 2 * LANES), ir.VectorType(ir.IntType(8), 4 * LANES)
+_MANY_REGISTERS = 32
 _VECTOR_BYTES = 4 * LANES
-_LOOKUPS = {
-    f"x86.{instruction}": width
-    for feature, instruction, width in (
-        ("avx512bw", "avx512.pshuf.b.512", 64), ("avx2", "avx2.pshuf.b", 32), ("ssse3", "ssse3.pshuf.b.128", 16)
-    )
-    if feature in FEATURES
-}  # fmt: skip
-"""Instructions that take bytes from a table of 16, and how many at once; the widest first."""
 _NUM_ARGUMENTS = 10
 
 _LINE = 64
@@ -174,95 +160,49 @@ class _QuantizedEmitter:
 
     def __init__(self, weights: int, left_bytes: int, num_rows: int) -> None:
         self.format, self.left_bytes, self.num_rows = weights, left_bytes, num_rows
+        self.panels: Sequence[Any] = (0, 1)
+        """Those whose sums are made at once."""
         self.coming: tuple[Value, Value]
         """The address of what a group prefetches, and the bytes from one line of it to the next."""
 
-    def even_and_odd(self, quads: Value) -> list[Value]:
-        """Bytes 0 and 2 of each word, and 1 and 3, as unsigned numbers of 16 bits."""
-        return [quads & 0x00FF00FF, quads >> 8 & 0x00FF00FF]
+    def multiply_quads(
+        self, totals: Mapping[tuple[int, int], Variable], parts: Iterable[list[Value]], rows: list[Value]
+    ) -> None:
+        """Adds the products of one vector of each panel, or of both its parts. rows: the addresses of four numbers"""
+        multiply = add_pairs if self.left_bytes == 2 else add_quads if CHOSEN.quads else add_shorts
+        for part, weights in enumerate(parts):
+            for row, address in enumerate(rows):
+                left = read_broadcast(address + 4 * part, INT32)
+                for i, weight in enumerate(weights):
+                    totals[row, i].value = multiply(totals[row, i].value, weight, left)
 
-    def multiply_pairs(self, total: Value, left: Value, right: Value) -> Value:
-        """The products of pairs of int16, added to int32."""
-        if HAS_VNNI:
-            return total.call("x86.avx512.vpdpwssd.512", left, right)
-        for odd in (0, 1):
-            places = range(odd, 2 * LANES, 2)
-            one, other = (words.bits(_PAIRS).shuffle(places).to("sext", WORDS) for words in (left, right))
-            total = total + one * other
-        return total
+    def words(self, there: Value) -> list[Value]:
+        """A vector of each panel. Where registers are short, it is read again rather than kept."""
+        place = there.hidden() if CHOSEN.registers < _MANY_REGISTERS else there
+        return [(place + panel * _VECTOR_BYTES).read(WORDS) for panel in self.panels]
 
-    def multiply_bytes(self, total: Value, quads: Value, left: Value) -> Value:
-        """The products of four unsigned bytes with four signed ones, added to int32."""
-        if HAS_VNNI:
-            return total.call("x86.avx512.vpdpbusd.512", quads, left)
-        if HAS_VNNI_256:
-            halves = []
-            for places in (range(LANES // 2), range(LANES // 2, LANES)):
-                one, *others = (each.shuffle(places) for each in (total, quads, left))
-                halves.append(one.call("x86.avx512.vpdpbusd.256", *others))
-            return halves[0].shuffle(range(LANES), halves[1])
-        signed = left.bits(_PAIRS)
-        pairs = [(signed << 8).ashr(8), signed.ashr(8)]
-        for weights, numbers in zip(self.even_and_odd(quads), pairs, strict=True):
-            total = self.multiply_pairs(total, weights, numbers.bits(WORDS))
-        return total
-
-    def multiply_quads(self, sums: dict[tuple[int, int], Value], quads: list[Value], rows: list[Value]) -> None:
-        """Adds the products of one vector of both panels. rows: the addresses of four numbers of each"""
-        pairs = [self.even_and_odd(quad) for quad in quads] if self.left_bytes == 2 else []
-        for row, address in enumerate(rows):
-            if self.left_bytes == 1:
-                left = read_broadcast(address, INT32)
-                for panel in (0, 1):
-                    sums[row, panel] = self.multiply_bytes(sums[row, panel], quads[panel], left)
-                continue
-            for odd in (0, 1):
-                left = read_broadcast(address + 4 * odd, INT32)
-                for panel in (0, 1):
-                    sums[row, panel] = self.multiply_pairs(sums[row, panel], pairs[panel][odd], left)
-
-    def weights(self, there: Value, number: int) -> list[Value]:
-        """The vectors of both panels so many vectors further on.
-
-        Of two cache lines that one pass needs, the first is prefetched. The processor brings the other one as well, and
-        half as many requests wait for memory at once.
-        """
-        place, part = self.coming
-        emit_prefetch(place + part * number, near=SECOND_CACHE)
-        return [(there + (2 * number + panel) * _VECTOR_BYTES).read(WORDS) for panel in (0, 1)]
-
-    def quads(self, start: Value, number: int) -> list[Value]:
-        """Four bytes for each column of both panels, of a group that begins there."""
+    def quads(self, there: Value, number: int) -> list[Value]:
+        """Four bytes for each column of the panels; of 4 bits the first or the second four."""
+        words = self.words(there)
         if self.format == INT8:
-            return self.weights(start, number)
-        if number % 2 == 0:
-            self.nibbles = self.weights(start, number // 2)
-        found = [(words >> 4 if number % 2 else words) & 0x0F0F0F0F for words in self.nibbles]
-        return [self.levels(places) for places in found] if self.format in LEVELS else found
-
-    def levels(self, places: Value) -> Value:
-        """Bytes of 0 to 15 as levels plus their offset."""
+            return words
+        quads = [(each >> 4 if number else each) & 0x0F0F0F0F for each in words]
+        if self.format not in LEVELS:
+            return quads
         levels = [level + OFFSETS[self.format] for level in LEVELS[self.format]]
-        places = places.bits(_BYTES)
-        if not _LOOKUPS:
-            found = places.constant(levels[0])
-            for place, level in enumerate(levels[1:], 1):
-                found = places.is_("==", place).choose(places.constant(level), found)
-            return found.bits(WORDS)
-        instruction, width = next(iter(_LOOKUPS.items()))
-        table = places.constant(levels * (width // len(levels)), ir.VectorType(ir.IntType(8), width))
-        parts = [
-            table.call(instruction, places.shuffle(range(first, first + width)))
-            for first in range(0, _VECTOR_BYTES, width)
-        ]
-        while len(parts) > 1:
-            pairs = zip(parts[::2], parts[1::2], strict=True)
-            parts = [one.shuffle(range(2 * one.type.count), other) for one, other in pairs]
-        return parts[0].bits(WORDS)
+        return [look_up(places.bits(QUADS), levels).bits(WORDS) for places in quads]
+
+    def parts(self, there: Value, number: int) -> Iterator[list[Value]]:
+        """What numbers of rows are multiplied with: quads, or bytes 0 and 2 of each word and then 1 and 3, as int16."""
+        if self.left_bytes == 1:
+            yield self.quads(there, number)
+            return
+        for shift in (0, 8):
+            yield [(quad >> shift if shift else quad) & 0x00FF00FF for quad in self.quads(there, number)]
 
     def scales(self, start: Value, place: int) -> list[Value]:
-        """Numbers of 16 bits of both panels as float32, which lie so far behind the start of a group."""
-        addresses = [start + place + 2 * LANES * panel for panel in (0, 1)]
+        """Numbers of 16 bits of the panels as float32, which lie so far behind the start of a group."""
+        addresses = [start + place + panel * (2 * LANES) for panel in self.panels]
         if self.format == MXFP4:
             return [(address.read(SHORTS).to("zext", WORDS) << 16).bits(FLOATS) for address in addresses]
         return [address.read(ir.VectorType(ir.HalfType(), LANES)).to("fpext", FLOATS) for address in addresses]
@@ -274,33 +214,52 @@ class _QuantizedEmitter:
         )
         coming, stride = weights + ahead[0], ahead[1]
         part = stride // (number_bytes(self.format) // (2 * _VECTOR_BYTES))
-        with row_sums(outs, add) as sums, for_range(groups) as index:
-            self.coming = coming + index * stride, part
-            first = index * left_group_bytes(self.format, self.left_bytes)
-            self.emit_group(sums, weights + index * group_bytes(self.format), [row + first for row in rows])
 
-    def emit_group(self, sums: dict[tuple[int, int], Variable], start: Value, rows: list[Value]) -> None:
+        def emit_panels(panels: Sequence[Any]) -> None:
+            self.panels = panels
+            in_memory = 2 * self.num_rows > CHOSEN.rows(len(panels))
+            with row_sums(outs, panels, add, in_memory=in_memory) as sums, for_range(groups) as index:
+                self.coming = coming + panels[0] * _LINE + index * stride, part
+                first = index * left_group_bytes(self.format, self.left_bytes)
+                self.emit_group(sums, weights + index * group_bytes(self.format), [row + first for row in rows])
+
+        emit_for_panels(self.num_rows, groups, emit_panels)
+
+    def emit_group(self, sums: Mapping[tuple[int, int], Variable], start: Value, rows: list[Value]) -> None:
         """A group, which begins at `start` in the weights and at these addresses in the rows."""
         has_zeros, size = self.format == INT4_ZEROS, group_size(self.format)
         scale = size * self.left_bytes
-        totals = {
-            (row, panel): start.constant(0, WORDS) if has_zeros else read_broadcast(rows[row] + scale + 4, INT32)
-            for row, panel in sums
-        }
-        for quad in range(size // 4):
-            numbers = [row + 4 * self.left_bytes * quad for row in rows]
-            self.multiply_quads(totals, self.quads(start, quad), numbers)
+        nothing = start.constant(0, WORDS)
+        begins = [nothing if has_zeros else read_broadcast(row + scale + 4, INT32) for row in rows]
+        totals = {place: Variable(begins[place[0]]) for place in sums}
+        vectors, quads_of = number_bytes(self.format) // (2 * _VECTOR_BYTES), 1 if self.format == INT8 else 2
+        in_shorts = self.left_bytes == 1 and not CHOSEN.quads
+        at_once = min(vectors, most_products(MOST_WEIGHT[self.format]) // quads_of) if in_shorts else vectors
+        for first in range(0, vectors, at_once):
+            adds = {place: Variable(nothing) for place in sums} if in_shorts else totals
+            with for_range(start.constant(at_once)) as index:
+                along = index + first
+                # Of two cache lines that one pass needs, the first is prefetched. The processor brings the other one as
+                # well, and half as many requests wait for memory at once.
+                emit_prefetch(self.coming[0] + self.coming[1] * along, near=SECOND_CACHE)
+                there = start + along * (2 * _VECTOR_BYTES)
+                for number in range(quads_of):
+                    at = along * (4 * self.left_bytes * quads_of) + 4 * self.left_bytes * number
+                    self.multiply_quads(adds, self.parts(there, number), [row + at for row in rows])
+            for place, each in adds.items() if in_shorts else ():
+                ones = start.constant(0x00010001, WORDS)
+                totals[place].value = add_pairs(totals[place].value, each.value, ones)
         end = number_bytes(self.format)
         scales = self.scales(start, end)
         zeros = self.scales(start, end + 4 * LANES) if has_zeros else []
         for row, address in enumerate(rows):
             factor = read_broadcast(address + scale, FLOAT)
-            for panel in (0, 1):
-                total = totals[row, panel].to("sitofp", FLOATS)
+            for i in range(len(scales)):
+                total = totals[row, i].value.to("sitofp", FLOATS)
                 if has_zeros:  # what the row has in place of an offset is minus the sum of its numbers
-                    total = zeros[panel].fma(read_broadcast(address + scale + 4, FLOAT), total)
-                both = sums[row, panel]
-                both.value = total.fma(factor * scales[panel], both.value)
+                    total = zeros[i].fma(read_broadcast(address + scale + 4, FLOAT), total)
+                both = sums[row, i]
+                both.value = total.fma(factor * scales[i], both.value)
 
 
 @emitted(types.void, LITERAL, LITERAL, PARTS, types.int64, types.int64, PARTS, PARTS, types.int64, types.int64)

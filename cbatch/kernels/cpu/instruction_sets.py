@@ -1,0 +1,125 @@
+"""The instruction sets that kernels are written for: what each offers, and which one this process uses.
+
+Kernels are written for vectors of 16 numbers. Where a register holds fewer, LLVM cuts them into parts; only special
+instructions are named here and called part by part (see `matmul/instructions.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import llvmlite.binding as llvm
+from numba.core import config
+
+from cbatch.base.errors import ConfigError
+
+VARIABLE = "CBATCH_CPU"
+"""The environment variable that names a set, which hides what better sets have."""
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """What kernels may use.
+
+    needs:     features of the processor, in LLVM's names
+    lanes:     numbers of 32 bits in a register
+    registers: how many there are
+    bfloat16:  adds the products of pairs of bfloat16 to float32
+    pairs:     the products of pairs of int16, added to each other: added to int32 if it starts with a sum
+    quads:     the products of four bytes without a sign and four with one, likewise
+    shorts:    the products of pairs of such bytes as int16, which saturate: for small numbers only
+    table:     takes bytes from a table of 16
+    """
+
+    name: str
+    needs: frozenset[str]
+    lanes: int = 4
+    registers: int = 16
+    bfloat16: str = ""
+    pairs: str = ""
+    quads: str = ""
+    shorts: str = ""
+    table: str = ""
+
+    @property
+    def has_amx(self) -> bool:
+        """Whether there is Intel's matrix unit."""
+        return "amx-bf16" in self.needs
+
+    @property
+    def sum_registers(self) -> int:
+        """Registers for the sums of a product; the others hold what is multiplied."""
+        return self.registers * 3 // 4
+
+    def rows(self, panels: int) -> int:
+        """The most rows whose sums with so many panels of 16 columns stay in registers."""
+        return self.sum_registers // (panels * 16 // self.lanes)
+
+
+HOST_FEATURES = frozenset(name for name, is_there in llvm.get_host_cpu_features().items() if is_there)
+
+_FAMILIES = ("amx", "avx10", "avx512", "avxvnni")
+"""How the names of features begin that a set without any of them hides."""
+
+_AVX2 = frozenset(("avx2", "fma", "f16c"))
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+
+_TABLE_512 = "x86.avx512.pshuf.b.512"
+_PAIRS_512, _QUADS_512 = "x86.avx512.vpdpwssd.512", "x86.avx512.vpdpbusd.512"
+_BFLOAT16_512 = "x86.avx512bf16.dpbf16ps.512"
+
+INSTRUCTION_SETS = (
+    InstructionSet(
+        "amx", _AVX512 | {"avx512vnni", "avx512bf16", "amx-tile", "amx-bf16"}, 16, 32,
+        bfloat16=_BFLOAT16_512, pairs=_PAIRS_512, quads=_QUADS_512, table=_TABLE_512,
+    ),
+    InstructionSet(
+        "avx512bf16", _AVX512 | {"avx512vnni", "avx512bf16"}, 16, 32,
+        bfloat16=_BFLOAT16_512, pairs=_PAIRS_512, quads=_QUADS_512, table=_TABLE_512,
+    ),
+    InstructionSet(
+        "avx512vnni", _AVX512 | {"avx512vnni"}, 16, 32, pairs=_PAIRS_512, quads=_QUADS_512, table=_TABLE_512
+    ),
+    InstructionSet(
+        "avx512", _AVX512, 16, 32,
+        pairs="x86.avx512.pmaddw.d.512", shorts="x86.avx512.pmaddubs.w.512", table=_TABLE_512,
+    ),
+    InstructionSet(
+        "avxvnni", _AVX2 | {"avxvnni"}, 8, 16,
+        pairs="x86.avx512.vpdpwssd.256", quads="x86.avx512.vpdpbusd.256", table="x86.avx2.pshuf.b",
+    ),
+    InstructionSet(
+        "avx2", _AVX2, 8, 16, pairs="x86.avx2.pmadd.wd", shorts="x86.avx2.pmadd.ub.sw", table="x86.avx2.pshuf.b"
+    ),
+    InstructionSet("generic", frozenset()),
+)  # fmt: skip
+"""The best first."""
+
+
+def _choose() -> tuple[InstructionSet, frozenset[str]]:
+    """The best set that the processor has, or the one that CBATCH_CPU names; and the features that may be used.
+
+    Raises ConfigError if there is no such set, or the processor lacks it.
+    """
+    usable = {each.name: each for each in INSTRUCTION_SETS if each.needs <= HOST_FEATURES}
+    name = os.environ.get(VARIABLE, "").lower()
+    if not name:
+        return next(iter(usable.values())), HOST_FEATURES
+    if name not in usable:
+        raise ConfigError(f"{VARIABLE} is {name!r}, but this processor has {', '.join(usable)}.")
+    chosen = usable[name]
+    features = HOST_FEATURES - _hidden_by(chosen)
+    signs = ("+" if each in features else "-" for each in sorted(HOST_FEATURES))
+    config.CPU_FEATURES = ",".join(f"{sign}{each}" for sign, each in zip(signs, sorted(HOST_FEATURES), strict=True))
+    return chosen, features
+
+
+def _hidden_by(chosen: InstructionSet) -> frozenset[str]:
+    """Features that only better sets need, and families of features of which the set needs none."""
+    better = frozenset[str]().union(*(each.needs for each in INSTRUCTION_SETS[: INSTRUCTION_SETS.index(chosen)]))
+    families = tuple(family for family in _FAMILIES if not any(each.startswith(family) for each in chosen.needs))
+    return (better - chosen.needs).union(each for each in HOST_FEATURES if each.startswith(families))
+
+
+CHOSEN, FEATURES = _choose()

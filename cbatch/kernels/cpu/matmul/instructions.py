@@ -1,0 +1,79 @@
+"""Products of vectors of 16 numbers by the special instructions of the processor, part by part where registers are
+narrower, and by plain arithmetic where there are none."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from cbatch.kernels.cpu.emit import LANES, WORDS, BFloat16, Value, by_parts
+from cbatch.kernels.cpu.instruction_sets import CHOSEN
+
+BFLOATS = ir.VectorType(BFloat16(), 2 * LANES)
+SHORT_PAIRS, QUADS = ir.VectorType(ir.IntType(16), 2 * LANES), ir.VectorType(ir.IntType(8), 4 * LANES)
+"""Of pairs of int16, and of four bytes, as many as there are lanes."""
+
+MOST_LEFT = 127
+"""The largest number of a left-hand row of bytes."""
+
+
+def add_bfloat16(total: Value, left: Value, right: Value) -> Value:
+    """The products of pairs of bfloat16, added to float32."""
+    return by_parts(CHOSEN.lanes, lambda *parts: parts[0].call(CHOSEN.bfloat16, *parts[1:]), total, left, right)
+
+
+def add_pairs(total: Value, left: Value, right: Value) -> Value:
+    """The products of pairs of int16 [words], added to int32."""
+    if not CHOSEN.pairs:
+        for odd in (0, 1):
+            places = range(odd, 2 * LANES, 2)
+            one, other = (words.bits(SHORT_PAIRS).shuffle(places).to("sext", WORDS) for words in (left, right))
+            total = total + one * other
+        return total
+    if CHOSEN.pairs in _ADDING:
+        return by_parts(CHOSEN.lanes, lambda *parts: parts[0].call(CHOSEN.pairs, *parts[1:]), total, left, right)
+    return total + by_parts(CHOSEN.lanes, _multiply_pairs, left.bits(SHORT_PAIRS), right.bits(SHORT_PAIRS))
+
+
+_ADDING = tuple(f"x86.avx512.vpdpwssd.{bits}" for bits in (256, 512))
+"""Instructions for pairs that start with a sum."""
+
+
+def _multiply_pairs(left: Value, right: Value) -> Value:
+    return left.call(CHOSEN.pairs, right, result=ir.VectorType(ir.IntType(32), CHOSEN.lanes))
+
+
+def add_quads(total: Value, quads: Value, left: Value) -> Value:
+    """The products of four bytes without a sign and four with one [words], added to int32."""
+    return by_parts(CHOSEN.lanes, lambda *parts: parts[0].call(CHOSEN.quads, *parts[1:]), total, quads, left)
+
+
+def add_shorts(total: Value, quads: Value, left: Value) -> Value:
+    """The products of pairs of bytes without a sign and with one [words], added to int16, which must hold them."""
+
+    def multiply(one: Value, other: Value) -> Value:
+        return one.call(CHOSEN.shorts, other, result=ir.VectorType(ir.IntType(16), 2 * CHOSEN.lanes))
+
+    products = by_parts(CHOSEN.lanes, multiply, quads.bits(QUADS), left.bits(QUADS))
+    return (total.bits(SHORT_PAIRS) + products).bits(WORDS)
+
+
+def look_up(places: Value, table: list[int]) -> Value:
+    """Bytes of a table of 16 at places of 0 to 15."""
+    if not CHOSEN.table:
+        found = places.constant(table[0])
+        for place, level in enumerate(table[1:], 1):
+            found = places.is_("==", place).choose(places.constant(level), found)
+        return found
+    width = 4 * CHOSEN.lanes
+    constant = places.constant(table * (width // len(table)), ir.VectorType(ir.IntType(8), width))
+    return by_parts(CHOSEN.lanes, lambda part: constant.call(CHOSEN.table, part), places)
+
+
+def most_products(weight: int) -> int:
+    """How many pairs of products of so large a weight int16 can hold the sum of."""
+    return 32767 // (2 * MOST_LEFT * weight)
+
+
+def takes_bytes(weight: int) -> bool:
+    """Whether left-hand rows of bytes are multiplied faster than those of int16 with weights up to that integer."""
+    return bool(CHOSEN.quads or (CHOSEN.shorts and most_products(weight)))
