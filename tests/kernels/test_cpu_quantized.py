@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from cbatch.kernels.cpu import jit
 from cbatch.kernels.cpu.activation import ActivationParams
-from cbatch.kernels.cpu.instruction_sets import HOST_FEATURES, INSTRUCTION_SETS
+from cbatch.kernels.cpu.instruction_sets import FEATURES, INSTRUCTION_SETS
 from cbatch.kernels.cpu.matmul import instructions, linear, microkernel
 from cbatch.kernels.cpu.matmul import quantized as loops
 from cbatch.kernels.cpu.matmul.formats import (
@@ -114,7 +114,7 @@ def kind_of_loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """A format by the loops of an instruction set, compiled anew."""
     name, kind = request.param
     chosen = next(each for each in INSTRUCTION_SETS if each.name == name)
-    if not chosen.needs <= HOST_FEATURES:
+    if not chosen.needs <= FEATURES:
         pytest.skip(f"this processor does not have {name}")
     for module in (instructions, microkernel, loops):
         monkeypatch.setattr(module, "CHOSEN", chosen)
