@@ -189,7 +189,7 @@ def _kernels_widen_bfloat16() -> bool:
     """
     from cbatch.kernels.cpu.instruction_sets import CHOSEN
 
-    return CHOSEN.lanes >= 8
+    return bool(CHOSEN.needs)
 
 
 def _cpu_has_bfloat16() -> bool:

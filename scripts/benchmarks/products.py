@@ -18,20 +18,15 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import types
 
 from cbatch.kernels.cpu.activation import ActivationParams
-from cbatch.kernels.cpu.emit import FLOATS, LITERAL, WORDS, Value, Variable, emitted, for_range
+from cbatch.kernels.cpu.emit import FLOATS, INT64, LITERAL, SHORTS, WORDS, Value, Variable, emitted, for_range
 from cbatch.kernels.cpu.instruction_sets import CHOSEN
 from cbatch.kernels.cpu.jit import entry
 from cbatch.kernels.cpu.matmul.formats import CPU_FORMATS, is_quantized, left_bytes_of, matrix_bytes
-from cbatch.kernels.cpu.matmul.instructions import (
-    BFLOATS,
-    add_bfloat16,
-    add_pairs,
-    add_quads,
-    add_shorts,
-)
+from cbatch.kernels.cpu.matmul.instructions import BFLOATS, add_bfloat16, add_integers, add_squares
 from cbatch.kernels.cpu.matmul.linear import WRITE, PackedMatrix, matmul, new_linear_workspace
 from cbatch.kernels.cpu.matmul.microkernel import LANES, prefetch
 from cbatch.kernels.cpu.thread_pool import ThreadPool, shared_thread_pool
@@ -58,7 +53,12 @@ _BYTE = 0x3F
 _PIECE = 2**17
 """Words of a task that reads."""
 
-_INSTRUCTIONS = {"float32": 16, "bf16": 32 if CHOSEN.bfloat16 else 16, "int8": 64, "int16": 32}
+_INSTRUCTIONS = {
+    "float32": LANES,
+    "bf16": LANES * (4 if CHOSEN.bfloat16_squares else 2 if CHOSEN.bfloat16 else 1),
+    "int8": LANES * (8 if CHOSEN.quads_squares else 4),
+    "int16": LANES * (2 if CHOSEN.pairs else 1),
+}
 """Products of a vector that is multiplied."""
 
 _SUMS, _LOOPS = CHOSEN.rows(panels=1), 200_000
@@ -70,20 +70,20 @@ def _emit_instructions(number: int, start: Value, loops: Value) -> None:
     """Multiplies in registers: numbers from an address, sums of which are written there."""
     name = tuple(_INSTRUCTIONS)[number]
     is_float = name == "float32" or (name == "bf16" and not CHOSEN.bfloat16)
-    kind = FLOATS if is_float else BFLOATS if name == "bf16" else WORDS
-    one = start.read(kind)
-    sums = [Variable((start + 128).read(FLOATS if kind != WORDS else WORDS)) for _ in range(_SUMS)]
+    left_bytes = 1 if name == "int8" and (CHOSEN.quads or CHOSEN.shorts) else 2
+    is_single = not is_float and name != "bf16" and left_bytes == 2 and not CHOSEN.pairs
+    kind = FLOATS if is_float else BFLOATS if name == "bf16" else SHORTS if is_single else WORDS
+    squares = {"bf16": CHOSEN.bfloat16_squares, "int8": CHOSEN.quads_squares}.get(name)
+    one = start.read(ir.VectorType(INT64, 2) if squares else kind)
+    is_real = is_float or name == "bf16"
+    sums = [Variable((start + 128).read(FLOATS if is_real else WORDS)) for _ in range(_SUMS)]
 
     def multiply(total: Value, other: Value) -> Value:
         if is_float:
             return one.fma(other, total)
-        if name == "bf16":
-            return add_bfloat16(total, one, other)
-        if name == "int8" and CHOSEN.quads:
-            return add_quads(total, one, other)
-        if name == "int8" and CHOSEN.shorts:
-            return add_shorts(total, one, other)
-        return add_pairs(total, one, other)
+        if squares:
+            return add_squares(total, one, other.bits(WORDS))
+        return add_bfloat16(total, one, other) if is_real else add_integers(total, one, other, left_bytes)
 
     with for_range(loops) as loop:  # another vector each time: what does not change is computed once
         for number, each in enumerate(sums):

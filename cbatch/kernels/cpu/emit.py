@@ -156,6 +156,18 @@ def by_parts(lanes: int, operation: Callable[..., Value], *vectors: Value) -> Va
     return found[0]
 
 
+def interleave(one: Value, other: Value) -> list[Value]:
+    """The lanes of two vectors by turns, in two vectors."""
+    count = one.type.count
+    places = [lane // 2 + lane % 2 * count for lane in range(2 * count)]
+    return [one.shuffle(part, other) for part in (places[:count], places[count:])]
+
+
+def deinterleave(one: Value, other: Value) -> list[Value]:
+    """The vectors that `interleave` made these two of."""
+    return [one.shuffle(range(first, 2 * one.type.count, 2), other) for first in (0, 1)]
+
+
 class Variable:
     """A place that may change, which becomes a register."""
 

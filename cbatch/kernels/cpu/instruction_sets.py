@@ -6,7 +6,12 @@ instructions are named here and called part by part (see `matmul/instructions.py
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
+import sys
+from collections.abc import Iterator
+from ctypes import byref
 from dataclasses import dataclass
 
 import llvmlite.binding as llvm
@@ -30,6 +35,9 @@ class InstructionSet:
     quads:     the products of four bytes without a sign and four with one, likewise
     shorts:    the products of pairs of such bytes as int16, which saturate: for small numbers only
     table:     takes bytes from a table of 16
+    row_bytes: bytes of a row that are read at once, where products take a lane of a register; else 0
+
+    bfloat16_squares, quads_squares: products of two columns with two rows, of twice as many numbers each
     """
 
     name: str
@@ -41,23 +49,42 @@ class InstructionSet:
     quads: str = ""
     shorts: str = ""
     table: str = ""
+    bfloat16_squares: str = ""
+    quads_squares: str = ""
+    row_bytes: int = 0
 
     @property
     def has_amx(self) -> bool:
         """Whether there is Intel's matrix unit."""
         return "amx-bf16" in self.needs
 
-    @property
-    def sum_registers(self) -> int:
-        """Registers for the sums of a product; the others hold what is multiplied."""
-        return self.registers * 3 // 4
-
     def rows(self, panels: int) -> int:
-        """The most rows whose sums with so many panels of 16 columns stay in registers."""
-        return self.sum_registers // (panels * 16 // self.lanes)
+        """The most rows whose sums with so many panels of 16 columns stay in registers, beside what is multiplied."""
+        columns = panels * 16 // self.lanes
+        if self.row_bytes:
+            return (self.registers - columns - 1) // (columns + 1) // 2 * 2
+        return self.registers * 3 // 4 // columns
 
+
+def _arm_features() -> Iterator[str]:
+    """Those of a 64-bit ARM that the sets need, which LLVM does not ask the system for."""
+    libc, size = ctypes.CDLL(None), ctypes.c_size_t(4)
+    yield "neon"
+    for name, kind, bit in (("DotProd", 16, 20), ("I8MM", 26, 13), ("BF16", 26, 14)):  # 16: AT_HWCAP, 26: AT_HWCAP2
+        value = ctypes.c_int(0)
+        if sys.platform == "darwin":
+            libc.sysctlbyname(f"hw.optional.arm.FEAT_{name}".encode(), byref(value), byref(size), None, 0)
+        else:
+            value.value = libc.getauxval(ctypes.c_ulong(kind)) >> bit & 1
+        if value.value:
+            yield name.lower()
+
+
+_IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
 
 HOST_FEATURES = frozenset(name for name, is_there in llvm.get_host_cpu_features().items() if is_there)
+if _IS_ARM:
+    HOST_FEATURES |= set(_arm_features())
 
 _FAMILIES = ("amx", "avx10", "avx512", "avxvnni")
 """How the names of features begin that a set without any of them hides."""
@@ -68,6 +95,7 @@ _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 _TABLE_512 = "x86.avx512.pshuf.b.512"
 _PAIRS_512, _QUADS_512 = "x86.avx512.vpdpwssd.512", "x86.avx512.vpdpbusd.512"
 _BFLOAT16_512 = "x86.avx512bf16.dpbf16ps.512"
+_TABLE_NEON = "aarch64.neon.tbl1.v16i8"
 
 INSTRUCTION_SETS = (
     InstructionSet(
@@ -92,6 +120,17 @@ INSTRUCTION_SETS = (
     InstructionSet(
         "avx2", _AVX2, 8, 16, pairs="x86.avx2.pmadd.wd", shorts="x86.avx2.pmadd.ub.sw", table="x86.avx2.pshuf.b"
     ),
+    InstructionSet(
+        "neon-i8mm", frozenset(("neon", "dotprod", "i8mm", "bf16")), 4, 32,
+        bfloat16="aarch64.neon.bfdot.v4f32.v8bf16", bfloat16_squares="aarch64.neon.bfmmla",
+        quads="aarch64.neon.usdot.v4i32.v16i8", quads_squares="aarch64.neon.usmmla.v4i32.v16i8",
+        table=_TABLE_NEON, row_bytes=16,
+    ),
+    InstructionSet(
+        "neon-dotprod", frozenset(("neon", "dotprod")), 4, 32,
+        quads="aarch64.neon.sdot.v4i32.v16i8", table=_TABLE_NEON, row_bytes=16,
+    ),
+    InstructionSet("neon", frozenset(("neon",)), 4, 32, table=_TABLE_NEON, row_bytes=16),
     InstructionSet("generic", frozenset()),
 )  # fmt: skip
 """The best first."""
@@ -104,14 +143,13 @@ def _choose() -> tuple[InstructionSet, frozenset[str]]:
     """
     usable = {each.name: each for each in INSTRUCTION_SETS if each.needs <= HOST_FEATURES}
     name = os.environ.get(VARIABLE, "").lower()
-    if not name:
-        return next(iter(usable.values())), HOST_FEATURES
-    if name not in usable:
+    if name and name not in usable:
         raise ConfigError(f"{VARIABLE} is {name!r}, but this processor has {', '.join(usable)}.")
-    chosen = usable[name]
-    features = HOST_FEATURES - _hidden_by(chosen)
-    signs = ("+" if each in features else "-" for each in sorted(HOST_FEATURES))
-    config.CPU_FEATURES = ",".join(f"{sign}{each}" for sign, each in zip(signs, sorted(HOST_FEATURES), strict=True))
+    chosen = usable[name] if name else next(iter(usable.values()))
+    features = HOST_FEATURES - (_hidden_by(chosen) if name else frozenset())
+    if name or _IS_ARM:  # else numba asks LLVM
+        signs = ("+" if each in features else "-" for each in sorted(HOST_FEATURES))
+        config.CPU_FEATURES = ",".join(f"{sign}{each}" for sign, each in zip(signs, sorted(HOST_FEATURES), strict=True))
     return chosen, features
 
 

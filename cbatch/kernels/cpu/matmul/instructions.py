@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from cbatch.kernels.cpu.emit import LANES, WORDS, BFloat16, Value, by_parts
+from cbatch.kernels.cpu.emit import FLOATS, LANES, WORDS, BFloat16, Value, by_parts
 from cbatch.kernels.cpu.instruction_sets import CHOSEN
 
 BFLOATS = ir.VectorType(BFloat16(), 2 * LANES)
@@ -17,18 +17,13 @@ MOST_LEFT = 127
 
 
 def add_bfloat16(total: Value, left: Value, right: Value) -> Value:
-    """The products of pairs of bfloat16, added to float32."""
-    return by_parts(CHOSEN.lanes, lambda *parts: parts[0].call(CHOSEN.bfloat16, *parts[1:]), total, left, right)
+    """The products of pairs of bfloat16 [words], added to float32."""
+    pairs = (words.bits(BFLOATS) for words in (left, right))
+    return by_parts(CHOSEN.lanes, lambda *parts: parts[0].call(CHOSEN.bfloat16, *parts[1:]), total, *pairs)
 
 
 def add_pairs(total: Value, left: Value, right: Value) -> Value:
     """The products of pairs of int16 [words], added to int32."""
-    if not CHOSEN.pairs:
-        for odd in (0, 1):
-            places = range(odd, 2 * LANES, 2)
-            one, other = (words.bits(SHORT_PAIRS).shuffle(places).to("sext", WORDS) for words in (left, right))
-            total = total + one * other
-        return total
     if CHOSEN.pairs in _ADDING:
         return by_parts(CHOSEN.lanes, lambda *parts: parts[0].call(CHOSEN.pairs, *parts[1:]), total, left, right)
     return total + by_parts(CHOSEN.lanes, _multiply_pairs, left.bits(SHORT_PAIRS), right.bits(SHORT_PAIRS))
@@ -44,7 +39,32 @@ def _multiply_pairs(left: Value, right: Value) -> Value:
 
 def add_quads(total: Value, quads: Value, left: Value) -> Value:
     """The products of four bytes without a sign and four with one [words], added to int32."""
+    if CHOSEN.quads.startswith("aarch64"):
+        quads, left = quads.bits(QUADS), left.bits(QUADS)
     return by_parts(CHOSEN.lanes, lambda *parts: parts[0].call(CHOSEN.quads, *parts[1:]), total, quads, left)
+
+
+def add_squares(total: Value, left: Value, right: Value) -> Value:
+    """The products of two rows with columns, added to sums of both by turns: of 4 bfloat16 each, or of 8 bytes.
+
+    left: the numbers of one row, then those of the other; right: words, two of each of 8 columns
+    """
+    is_real = total.type == FLOATS
+    name, kind = (CHOSEN.bfloat16_squares, BFLOATS) if is_real else (CHOSEN.quads_squares, QUADS)
+    part = ir.VectorType(kind.element, kind.count * CHOSEN.lanes // LANES)
+    return by_parts(CHOSEN.lanes, lambda one, other: one.call(name, other.bits(part), left.bits(part)), total, right)
+
+
+def add_integers(total: Value, weights: Value, left: Value, left_bytes: int) -> Value:
+    """The products of quads, or of pairs of int16, or of single ones where no instruction multiplies pairs."""
+    if left_bytes == 2 and not CHOSEN.pairs:
+        return total + weights.to("sext", WORDS) * left.to("sext", WORDS)
+    return (add_pairs if left_bytes == 2 else add_quads if CHOSEN.quads else add_shorts)(total, weights, left)
+
+
+def needs_sign(weight: int) -> bool:
+    """Whether `add_quads` takes weights as large as that only with a sign, and not with an offset."""
+    return ".sdot." in CHOSEN.quads and weight > MOST_LEFT
 
 
 def add_shorts(total: Value, quads: Value, left: Value) -> Value:

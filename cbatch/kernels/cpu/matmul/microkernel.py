@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import product, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,15 +36,17 @@ from cbatch.kernels.cpu.emit import (
     Place,
     Value,
     Variable,
+    deinterleave,
     emitted,
     for_range,
     if_then,
+    interleave,
     switch,
 )
 from cbatch.kernels.cpu.emit import LANES as LANES
 from cbatch.kernels.cpu.instruction_sets import CHOSEN
 from cbatch.kernels.cpu.jit import Part, address_of, call_loop, kernel, shared
-from cbatch.kernels.cpu.matmul.instructions import BFLOATS, add_bfloat16
+from cbatch.kernels.cpu.matmul.instructions import BFLOATS, add_bfloat16, add_squares
 
 COLUMNS = 2 * LANES
 """Columns of a tile."""
@@ -137,6 +140,48 @@ def read_broadcast(address: Value, kind: Any) -> Value:
     return address.read(kind).broadcast()
 
 
+def read_number(address: Value, number: int, kind: Any, *, alone: bool = False) -> Value:
+    """One of several numbers that begin at an address, in all lanes. alone: the others are not needed"""
+    size = getattr(kind, "width", 32) // 8
+    if alone or not CHOSEN.row_bytes:
+        return read_broadcast(address + size * number, kind)
+    at_once = CHOSEN.row_bytes // size
+    place = number % at_once
+    return (address + size * (number - place)).read(ir.VectorType(kind, at_once)).shuffle([place] * LANES)
+
+
+@contextmanager
+def paired(sums: Mapping[tuple[int, int], Variable], wanted: bool) -> Iterator[None]:
+    """Keeps the sums of two rows by turns, if that is wanted."""
+    pairs = [(sums[row, i], sums[row + 1, i]) for row, i in sums if row % 2 == 0 and wanted]
+    for operation in (interleave, deinterleave):
+        for pair in pairs:
+            for each, value in zip(pair, operation(*(each.value for each in pair)), strict=True):
+                each.value = value
+        if operation is interleave:
+            yield
+
+
+def add_in_pairs(sums: Mapping[tuple[int, int], Variable], vectors: Iterator[list[Value]], rows: list[Value]) -> None:
+    """Adds products to sums of two rows by turns (see `add_squares`).
+
+    vectors: of each panel; a single one is of pairs of bfloat16, others are multiplied two at once
+    rows:    the addresses of what they are multiplied with
+    """
+    for number, (one, other) in enumerate(zip_longest(vectors, vectors)):
+        squares = [interleave(*(each.bits(WORDS) for each in both)) for both in zip(one, other or one, strict=True)]
+        for row in range(0, len(rows), 2):
+            pair = rows[row : row + 2]
+            if other:
+                halves = [(at + number // 2 * 16).read(ir.VectorType(INT64, 2)) for at in pair]
+                left = halves[0].shuffle([number % 2, 2 + number % 2], halves[1])
+            else:
+                left = interleave(*(read_broadcast(at, FLOAT) for at in pair))[0]
+            for (i, sides), side in product(enumerate(squares), (0, 1)):
+                total, add = sums[row + side, i], add_squares if other else add_bfloat16
+                total.value = add(total.value, left, sides[side])
+
+
 @contextmanager
 def row_sums(
     outs: list[Value], panels: Sequence[Any], add: Value, *, in_memory: bool = False
@@ -165,9 +210,12 @@ def row_sums(
         target.value = sums[place].value
 
 
-def emit_for_panels(num_rows: int, zero: Value, emit: Callable[[Sequence[Any]], None]) -> None:
-    """Code for both panels at once, if the sums of so many rows fit into registers; else for one after the other."""
-    if num_rows <= CHOSEN.rows(panels=2):
+def emit_for_panels(num_rows: int, others: bool, zero: Value, emit: Callable[[Sequence[Any]], None]) -> None:
+    """Code for both panels at once, if the sums of so many rows fit into registers; else for one after the other.
+
+    others: registers are needed for others, too
+    """
+    if num_rows <= CHOSEN.rows(panels=2) and not others:
         emit((0, 1))
     else:
         with for_range(zero.constant(2)) as panel:
@@ -185,25 +233,21 @@ class _TileEmitter:
     """Emits the loop for one element type and one number of rows."""
 
     def __init__(self, element: Any, num_rows: int) -> None:
-        self.is_float, self.num_rows = element == types.float32, num_rows
+        self.is_float = element == types.float32
+        self.in_pairs = bool(num_rows > 1 and CHOSEN.bfloat16_squares and not self.is_float)
+        self.num_rows = num_rows + num_rows % 2 * self.in_pairs
         self.step_bytes = 4 if self.is_float or CHOSEN.bfloat16 else 8
         """Of a left-hand row: what is multiplied with one vector of a panel."""
 
-    def weights(self, at: Value) -> list[Value]:
-        """The part of a panel for `multiply_add`: one vector, or those of the first and second numbers of pairs."""
+    def weight(self, at: Value, part: int) -> Value:
+        """A vector of a panel; where pairs are widened, their first or second numbers."""
         if self.is_float or CHOSEN.bfloat16:
-            return [at.read(FLOATS if self.is_float else BFLOATS)]
+            return at.read(FLOATS if self.is_float else BFLOATS)
         words = at.read(WORDS)
-        return [(words << 16).bits(FLOATS), (words & 0xFFFF0000).bits(FLOATS)]
-
-    def left(self, at: Value, part: int) -> Value:
-        """What is multiplied with one of these vectors, of a left-hand row, in all lanes."""
-        if not self.is_float and CHOSEN.bfloat16:
-            return read_broadcast(at, INT32).bits(BFLOATS)
-        return read_broadcast(at + 4 * part, FLOAT)
+        return (words & 0xFFFF0000 if part else words << 16).bits(FLOATS)
 
     def multiply_add(self, total: Value, left: Value, right: Value) -> Value:
-        return add_bfloat16(total, left, right) if left.type == BFLOATS else left.fma(right, total)
+        return add_bfloat16(total, left, right) if right.type == BFLOATS else left.fma(right, total)
 
     def emit(self, left: list[Value], panels: list[Value], out: list[Value], count: Value, add: Value) -> None:
         """Code for up to so many rows. If there are fewer, it computes the last one several times."""
@@ -215,7 +259,7 @@ class _TileEmitter:
 
         def emit_panels(which: Sequence[Any]) -> None:
             slices = cgutils.for_range_slice(depth.builder, INT64(0), depth.of, run.of, inc=True)
-            with row_sums(outs, which, add) as sums, slices as (at, index):
+            with row_sums(outs, which, add) as sums, paired(sums, self.in_pairs), slices as (at, index):
                 first, number = (Value(depth.builder, each) for each in (at, index))
                 rest = depth - first
                 steps = rest.is_("<", run).choose(rest, run)
@@ -223,7 +267,7 @@ class _TileEmitter:
                 where = [[(start + after).read(INT64) for start in starts] for after in (0, 16)]
                 self.emit_run(rows, where, first * self.step_bytes, steps, (stride, ahead), sums)
 
-        emit_for_panels(self.num_rows, add, emit_panels)
+        emit_for_panels(self.num_rows, self.in_pairs, add, emit_panels)
 
     def emit_run(
         self, rows: list[Value], places: list[list[Value]], start: Value, steps: Value, strides: Any, sums: Any
@@ -233,21 +277,38 @@ class _TileEmitter:
         places: of the panels, and of what is prefetched
         start:  bytes from the beginning of a left-hand row
         """
-        panels, ahead = places
-        with for_range(steps) as step:
-            there, (down, further) = start + step * self.step_bytes, (step * stride for stride in strides)
+        (panels, ahead), parts = places, self.step_bytes // 4
+        at_once = max(1, CHOSEN.row_bytes // self.step_bytes)
+
+        def weights_of(step: Value) -> Iterator[list[Value]]:
+            down, further = (step * stride for stride in strides)
             if self.num_rows > FEW_ROWS:  # products take longer than reading
                 emit_prefetch(ahead[0] + further)
             else:
                 for place in ahead:
                     emit_prefetch(place + further, near=SECOND_CACHE)
-            weights = [self.weights(panel + down) for panel in panels]
-            for part, numbers in enumerate(zip(*weights, strict=True)):
-                for row, address in enumerate(rows):
-                    left = self.left(address + there, part)
-                    for i, number in enumerate(numbers):
+            for part in range(parts):
+                yield [self.weight(panel + down, part) for panel in panels]
+
+        def emit_steps(first: Value, count: int) -> None:
+            here = [row + (start + first * self.step_bytes) for row in rows]
+            vectors = (each for number in range(count) for each in weights_of(first + number))
+            if self.in_pairs:
+                add_in_pairs(sums, vectors, here)
+                return
+            for number, weights in enumerate(vectors):
+                for row, address in enumerate(here):
+                    left = read_number(address, number, FLOAT, alone=count == 1)
+                    for i, weight in enumerate(weights):
                         total = sums[row, i]
-                        total.value = self.multiply_add(total.value, left, number)
+                        total.value = self.multiply_add(total.value, left, weight)
+
+        with for_range(steps // at_once) as index:
+            emit_steps(index * at_once, at_once)
+        if at_once > 1:
+            whole = steps // at_once * at_once
+            with for_range(steps - whole) as index:
+                emit_steps(whole + index, 1)
 
 
 @emitted(types.void, LIKE, PARTS, PARTS, PARTS, types.int64, types.int64)

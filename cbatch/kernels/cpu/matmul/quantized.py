@@ -28,6 +28,7 @@ from numba import types
 from cbatch.kernels.cpu.emit import (
     FLOAT,
     FLOATS,
+    INT16,
     INT32,
     LANES,
     LIKE,
@@ -44,15 +45,18 @@ from cbatch.kernels.cpu.emit import (
 from cbatch.kernels.cpu.instruction_sets import CHOSEN
 from cbatch.kernels.cpu.jit import Part, address_of, call_loop, kernel, shared
 from cbatch.kernels.cpu.matmul.formats import MOST_WEIGHT, OFFSETS, group_bytes, group_size, number_bytes
-from cbatch.kernels.cpu.matmul.instructions import QUADS, add_pairs, add_quads, add_shorts, look_up, most_products
+from cbatch.kernels.cpu.matmul.instructions import QUADS, add_integers, add_pairs, look_up, most_products, needs_sign
 from cbatch.kernels.cpu.matmul.microkernel import (
     SECOND_CACHE,
     Ahead,
     Rows,
+    add_in_pairs,
     emit_for_panels,
     emit_for_rows,
     emit_prefetch,
+    paired,
     read_broadcast,
+    read_number,
     row_sums,
 )
 from cbatch.kernels.formats import GROUP, INT4_ZEROS, INT8, LEVELS, MXFP4
@@ -160,21 +164,24 @@ class _QuantizedEmitter:
 
     def __init__(self, weights: int, left_bytes: int, num_rows: int) -> None:
         self.format, self.left_bytes, self.num_rows = weights, left_bytes, num_rows
+        self.is_signed = left_bytes == 1 and needs_sign(MOST_WEIGHT[weights])
+        """Whether integers are multiplied without their offset."""
+        self.is_single = left_bytes == 2 and not CHOSEN.pairs
+        self.in_pairs = bool(left_bytes == 1 and num_rows > 1 and CHOSEN.quads_squares)
         self.panels: Sequence[Any] = (0, 1)
         """Those whose sums are made at once."""
         self.coming: tuple[Value, Value]
         """The address of what a group prefetches, and the bytes from one line of it to the next."""
 
-    def multiply_quads(
-        self, totals: Mapping[tuple[int, int], Variable], parts: Iterable[list[Value]], rows: list[Value]
+    def multiply(
+        self, totals: Mapping[tuple[int, int], Variable], vectors: Iterable[list[Value]], rows: list[Value]
     ) -> None:
-        """Adds the products of one vector of each panel, or of both its parts. rows: the addresses of four numbers"""
-        multiply = add_pairs if self.left_bytes == 2 else add_quads if CHOSEN.quads else add_shorts
-        for part, weights in enumerate(parts):
+        """Adds products. vectors: of each panel; rows: the addresses of what they are multiplied with"""
+        for number, weights in enumerate(vectors):
             for row, address in enumerate(rows):
-                left = read_broadcast(address + 4 * part, INT32)
+                left = read_number(address, number, INT16 if self.is_single else INT32)
                 for i, weight in enumerate(weights):
-                    totals[row, i].value = multiply(totals[row, i].value, weight, left)
+                    totals[row, i].value = add_integers(totals[row, i].value, weight, left, self.left_bytes)
 
     def words(self, there: Value) -> list[Value]:
         """A vector of each panel. Where registers are short, it is read again rather than kept."""
@@ -185,20 +192,36 @@ class _QuantizedEmitter:
         """Four bytes for each column of the panels; of 4 bits the first or the second four."""
         words = self.words(there)
         if self.format == INT8:
-            return words
+            return [each ^ 0x80808080 for each in words] if self.is_signed else words
         quads = [(each >> 4 if number else each) & 0x0F0F0F0F for each in words]
         if self.format not in LEVELS:
             return quads
-        levels = [level + OFFSETS[self.format] for level in LEVELS[self.format]]
+        levels = [level + OFFSETS[self.format] * (not self.is_signed) for level in LEVELS[self.format]]
         return [look_up(places.bits(QUADS), levels).bits(WORDS) for places in quads]
 
+    def vectors(self, start: Value, first: Value, count: int) -> Iterator[list[Value]]:
+        """Those of a group that begins there, from the first of so many: quads, or parts of them as int16.
+
+        Of two cache lines that one pass needs, the first is prefetched. The processor brings the other one as well, and
+        half as many requests wait for memory at once.
+        """
+        for vector in range(count):
+            along = first + vector
+            emit_prefetch(self.coming[0] + self.coming[1] * along, near=SECOND_CACHE)
+            for number in range(1 if self.format == INT8 else 2):
+                yield from self.parts(start + along * (2 * _VECTOR_BYTES), number)
+
     def parts(self, there: Value, number: int) -> Iterator[list[Value]]:
-        """What numbers of rows are multiplied with: quads, or bytes 0 and 2 of each word and then 1 and 3, as int16."""
+        """Quads; or bytes 0 and 2 of each word and then 1 and 3, as int16, one by one unless pairs are multiplied."""
         if self.left_bytes == 1:
             yield self.quads(there, number)
-            return
-        for shift in (0, 8):
-            yield [(quad >> shift if shift else quad) & 0x00FF00FF for quad in self.quads(there, number)]
+        elif CHOSEN.pairs:
+            for shift in (0, 8):
+                yield [(quad >> shift if shift else quad) & 0x00FF00FF for quad in self.quads(there, number)]
+        else:
+            for shift in (0, 16, 8, 24):
+                halves = [(quad >> (shift & 16)).to("trunc", SHORTS) for quad in self.quads(there, number)]
+                yield [half >> 8 if shift & 8 else half & 0xFF for half in halves]
 
     def scales(self, start: Value, place: int) -> list[Value]:
         """Numbers of 16 bits of the panels as float32, which lie so far behind the start of a group."""
@@ -223,36 +246,37 @@ class _QuantizedEmitter:
                 first = index * left_group_bytes(self.format, self.left_bytes)
                 self.emit_group(sums, weights + index * group_bytes(self.format), [row + first for row in rows])
 
-        emit_for_panels(self.num_rows, groups, emit_panels)
+        others = self.in_pairs or (self.is_single and self.num_rows > 1)
+        emit_for_panels(self.num_rows, others, groups, emit_panels)
 
     def emit_group(self, sums: Mapping[tuple[int, int], Variable], start: Value, rows: list[Value]) -> None:
         """A group, which begins at `start` in the weights and at these addresses in the rows."""
         has_zeros, size = self.format == INT4_ZEROS, group_size(self.format)
         scale = size * self.left_bytes
         nothing = start.constant(0, WORDS)
-        begins = [nothing if has_zeros else read_broadcast(row + scale + 4, INT32) for row in rows]
-        totals = {place: Variable(begins[place[0]]) for place in sums}
+        if self.in_pairs and len(rows) % 2:
+            rows = [*rows, rows[-1]]
+        begins = [nothing if has_zeros or self.is_signed else read_broadcast(row + scale + 4, INT32) for row in rows]
+        places = [(row, i) for row in range(len(rows)) for i in range(len(self.panels))]
+        totals = {place: Variable(begins[place[0]]) for place in places}
         vectors, quads_of = number_bytes(self.format) // (2 * _VECTOR_BYTES), 1 if self.format == INT8 else 2
         in_shorts = self.left_bytes == 1 and not CHOSEN.quads
         at_once = min(vectors, most_products(MOST_WEIGHT[self.format]) // quads_of) if in_shorts else vectors
+        row_step = 4 * self.left_bytes * quads_of
+        together = max(1, CHOSEN.row_bytes // row_step)
         for first in range(0, vectors, at_once):
-            adds = {place: Variable(nothing) for place in sums} if in_shorts else totals
-            with for_range(start.constant(at_once)) as index:
-                along = index + first
-                # Of two cache lines that one pass needs, the first is prefetched. The processor brings the other one as
-                # well, and half as many requests wait for memory at once.
-                emit_prefetch(self.coming[0] + self.coming[1] * along, near=SECOND_CACHE)
-                there = start + along * (2 * _VECTOR_BYTES)
-                for number in range(quads_of):
-                    at = along * (4 * self.left_bytes * quads_of) + 4 * self.left_bytes * number
-                    self.multiply_quads(adds, self.parts(there, number), [row + at for row in rows])
+            adds = {place: Variable(nothing) for place in places} if in_shorts else totals
+            with paired(adds, self.in_pairs), for_range(start.constant(at_once // together)) as index:
+                along = index * together + first
+                multiply = add_in_pairs if self.in_pairs else self.multiply
+                multiply(adds, self.vectors(start, along, together), [row + along * row_step for row in rows])
             for place, each in adds.items() if in_shorts else ():
                 ones = start.constant(0x00010001, WORDS)
                 totals[place].value = add_pairs(totals[place].value, each.value, ones)
         end = number_bytes(self.format)
         scales = self.scales(start, end)
         zeros = self.scales(start, end + 4 * LANES) if has_zeros else []
-        for row, address in enumerate(rows):
+        for row, address in enumerate(rows[: self.num_rows]):
             factor = read_broadcast(address + scale, FLOAT)
             for i in range(len(scales)):
                 total = totals[row, i].value.to("sitofp", FLOATS)
