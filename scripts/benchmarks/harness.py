@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar, cast
 ROOT = Path(__file__).resolve().parents[2]
 
 BENCHMARKS = {
+    "attention": "scripts.benchmarks.attention",
     "chat": "scripts.benchmarks.chat",
     "estimates": "scripts.benchmarks.estimates",
     "fairness": "scripts.benchmarks.long_prompt",

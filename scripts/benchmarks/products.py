@@ -131,7 +131,7 @@ def _seconds(run: Callable[[], None]) -> float:
     return time.perf_counter() - begun
 
 
-class _Products:
+class Products:
     """Products with one shape of a matrix in one format."""
 
     def __init__(self, pool: ThreadPool, kind: int, depth: int, columns: int, rows: int, left_bytes: int) -> None:
@@ -210,7 +210,7 @@ def run(options: argparse.Namespace, report: Report) -> int:
         depth, columns = SHAPES[shape]
         table = [["weights", "rows", "µs", "GB/s", "of the bandwidth", "TFLOP/s", "of the matrix rate"]]
         for name in options.format or FORMATS[BFLOAT16:INT4_ZEROS]:
-            products = _Products(pool, FORMATS.index(name), depth, columns, max(sizes), left_bytes)
+            products = Products(pool, FORMATS.index(name), depth, columns, max(sizes), left_bytes)
             report.figures[f"{shape}, {name}"] = found = products.measure(sizes, options.rounds)
             for rows, figures in found.items():
                 seconds, speed, of_bandwidth, rate, of_rate = figures.values()

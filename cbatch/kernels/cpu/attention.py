@@ -63,7 +63,8 @@ class _Tile(NamedTuple):
 
 @inlined
 def _list_panels(kv: PagedKV, tile: _Tile, panels: Any) -> None:
-    """Addresses of the panels of keys and of values of a tile: panels [2, TILE_TOKENS / 16].
+    """Addresses in a tile of the panels of keys and of values, and of the values of 16 tokens, which lie together:
+    panels [3, TILE_TOKENS / 16].
 
     Panels past its end get the address of the first, which is safe to read and whose products are not used.
     """
@@ -77,8 +78,10 @@ def _list_panels(kv: PagedKV, tile: _Tile, panels: Any) -> None:
             at = page + np.int64(offset)
             panels[0, part] = keys + at * kv.key_dim * itemsize
             panels[1, part] = values + (page * kv.value_dim + np.int64(offset) * LANES) * itemsize
+            panels[2, part] = values + at * kv.value_dim * itemsize
         else:
-            panels[0, part], panels[1, part] = panels[0, 0], panels[1, 0]
+            for place in range(3):
+                panels[place, part] = panels[place, 0]
 
 
 @kernel
@@ -110,7 +113,7 @@ def _compute_scores(
     low, high: the tokens of the tile that the rows see: from `low`, a multiple of 32
     now:       which of the panels are those of the tile
     """
-    panels, ahead, runs, unpacked = scratch.panels[now], scratch.panels[1 - now], scratch.runs, scratch.unpacked
+    panels, runs, unpacked = scratch.panels[now], scratch.runs, scratch.unpacked
     like, itemsize = unpacked[0], unpacked.itemsize
     pair = 1 if itemsize == 4 else 2
     stride, depth = LANES * pair * itemsize, kv.key_dim // pair
@@ -122,7 +125,7 @@ def _compute_scores(
                 bytes_to_numbers(like, place, kv.key_dim * LANES // _LINE, unpacked_place)
                 runs[0, i] = runs[0, 2 + i] = unpacked_place
             else:
-                runs[0, i], runs[0, 2 + i] = place, ahead[0, left // LANES + i]
+                runs[0, i], runs[0, 2 + i] = place, panels[2, left // LANES + i]
         columns = Panels(np.int64(runs.ctypes.data), depth, stride, depth, stride)
         for top in range(0, rows, MAX_ROWS):
             out = Rows(scratch.scores.ctypes.data + (top * TILE_TOKENS + left) * 4, TILE_TOKENS * 4)
@@ -154,11 +157,11 @@ def _accumulate_values(
     pair = 1 if itemsize == 4 else 2
     stride, depth, run = LANES * pair * itemsize, -(-(high - low) // pair), LANES // pair
     weights_stride, first_panel = TILE_TOKENS * weights.itemsize, low // LANES
-    width = LANES * kv.block_size * itemsize
+    width, half = LANES * kv.block_size * itemsize, LANES * LANES * itemsize
     columns = Panels(np.int64(runs.ctypes.data) + first_panel * 32, run, stride, depth, stride)
     for i in range(TILE_TOKENS // LANES):
-        runs[i, 0], runs[i, 2] = scratch.panels[now, 1, i], scratch.panels[1 - now, 1, i]
-        runs[i, 1], runs[i, 3] = runs[i, 0] + width, runs[i, 2] + width
+        runs[i, 0], runs[i, 2] = scratch.panels[now, 1, i], scratch.panels[1 - now, 0, i]
+        runs[i, 1], runs[i, 3] = runs[i, 0] + width, runs[i, 2] + half
     for panel in range(0, kv.value_dim // LANES, 2):
         if kv.itemsize == 1:
             _unpack_values(kv, panel, low, high, now, scratch)
@@ -170,8 +173,10 @@ def _accumulate_values(
             target = Rows(out.address + top * out.stride + panel * LANES * 4, out.stride)
             multiply_tile(kv.microkernel, scratch.unpacked[0], left, columns, target, min(MAX_ROWS, rows - top), 1)
         for i in range(TILE_TOKENS // LANES):
-            for place in range(4):
-                runs[i, place] += 2 * width
+            runs[i, 0] += 2 * width
+            runs[i, 1] += 2 * width
+            runs[i, 2] += 2 * half
+            runs[i, 3] += 2 * half
 
 
 @kernel
@@ -336,8 +341,7 @@ def _attend_task(
                     _list_panels(kv, following, scratch.panels[1 - now])
                 else:
                     for i in range(TILE_TOKENS // LANES):
-                        for side in range(2):
-                            scratch.panels[1 - now, side, i] = scratch.panels[now, side, i]
+                        scratch.panels[1 - now, 0, i] = scratch.panels[now, 0, i]
                 first_row = (head - first_head) * per_head
                 _attend_tile(kv, token, positions, group, first_row, params, now, scratch, states)
                 now = now if is_packed else 1 - now

@@ -22,6 +22,7 @@ from cbatch.kernels.cpu.emit import FLOATS, INT8, INT32, LANES, LIKE, WORDS, Val
 from cbatch.kernels.cpu.fast_math import bits_of, from_bits, from_float32, to_float32
 from cbatch.kernels.cpu.instruction_sets import FEATURES
 from cbatch.kernels.cpu.jit import entry, kernel
+from cbatch.kernels.cpu.matmul.microkernel import prefetch_to_write
 from cbatch.kernels.cpu.paged_kv import AttentionPlan, PagedKV
 from cbatch.kernels.cpu.work_queue import Worker, claimed
 
@@ -260,6 +261,22 @@ def _store_rows(
                         _interleave(rows[0, 0], at + step * per_word * stride, stride, target + step * LANES * _WORD)
                 else:
                     _insert(rows[0, 0], at, target, place % per_word)
+
+
+@kernel
+def prefetch_stored(kv: PagedKV, slots: Any, first: int, stop: int, heads: int) -> None:
+    """Prefetches the lines that `store_kv` writes for rows of different sequences: one word in each of many lines."""
+    itemsize, per_word = kv.itemsize, _WORD // kv.itemsize
+    value_stride = LANES * (LANES if itemsize == 1 else kv.block_size) * itemsize
+    for row in range(first, stop):
+        for head in range(heads):
+            page, offset = slots[row] // kv.block_size * kv.heads + head, slots[row] % kv.block_size
+            panel = _panel_of(kv, kv.keys, kv.key_dim, itemsize, page, offset, kv.key_dim)
+            for word in range(kv.key_dim // per_word):
+                prefetch_to_write(panel + word * _LINE)
+            panel = _panel_of(kv, kv.values, kv.value_dim, itemsize, page, offset, LANES)
+            for part in range(kv.value_dim // LANES):
+                prefetch_to_write(panel + part * value_stride + offset % LANES // per_word * _LINE)
 
 
 @kernel

@@ -321,7 +321,7 @@ class AttentionWorkspace(NamedTuple):
 
     Rows are query tokens times the heads of a group.
 
-    panels: [threads, 2, 2, TILE_TOKENS / 16] addresses of the panels of keys and of values of a tile, and of the next
+    panels: [threads, 2, 3, TILE_TOKENS / 16] addresses in a tile, and in the next (see `_list_panels`)
     runs:   [threads, TILE_TOKENS / 16, 4] where the products of two panels find them (see `Panels`)
     positions: [threads, rows] of the query tokens
     query:  [threads, rows, key_dim] of `left_dtype`
@@ -353,7 +353,7 @@ def new_attention_workspace(
     scales = empty((threads, 3, TILE_TOKENS), np.float32)
     scales[:, 2] = 1
     return AttentionWorkspace(
-        empty((threads, 2, 2, TILE_TOKENS // LANES), np.int64),
+        empty((threads, 2, 3, TILE_TOKENS // LANES), np.int64),
         empty((threads, TILE_TOKENS // LANES, 4), np.int64),
         empty((threads, rows), np.int64),
         empty((threads, rows, key_dim), left_dtype(dtype)),

@@ -141,11 +141,12 @@ def softmax_row(
         last.write(most, align=4)
         for target, vector in zip(kept, _relative(products, counts, scale, most), strict=True):
             target.value = vector
-        shrink = _power_of_2((reference - most).broadcast(), like)
-        with for_range(width // LANES) as index:
-            there = state + index * (LANES * 4)
-            there.write(there.read(FLOATS) * shrink)
-        store_floats(load_floats(last, 1, types.float32) * shrink, last, 1, types.float32)
+        with if_then(reference.is_("!=", float("-inf"))):  # else there is nothing to rescale yet
+            shrink = _power_of_2((reference - most).broadcast(), like)
+            with for_range(width // LANES) as index:
+                there = state + index * (LANES * 4)
+                there.write(there.read(FLOATS) * shrink)
+            store_floats(load_floats(last, 1, types.float32) * shrink, last, 1, types.float32)
     total = load_floats(last, 1, types.float32)
     for part in parts:
         weight = _power_of_2(kept[part].value, like)

@@ -15,7 +15,7 @@ from cbatch.attention.base import AttendOptions
 from cbatch.kernels.cpu.attention import attend as attend_paged
 from cbatch.kernels.cpu.fast_math import from_float32
 from cbatch.kernels.cpu.jit import kernel
-from cbatch.kernels.cpu.kv_store import store_kv
+from cbatch.kernels.cpu.kv_store import prefetch_stored, store_kv
 from cbatch.kernels.cpu.norm import NormParams
 from cbatch.kernels.cpu.norm import normalize as normalize_row
 from cbatch.kernels.cpu.paged_kv import AttentionParams, kv_of_layer
@@ -214,6 +214,7 @@ def prepare(worker: Worker, phase: int, op: Any, step: Any) -> int:
     value_norm = norm_of(step.weights, op.value_norm, end - first_value)
     for task in claimed(worker, phase, len(plan.chunks) - 1):
         first, stop = plan.chunks[task], plan.chunks[task + 1]
+        prefetch_stored(kv, plan.slots, first, stop, kv_heads)
         for number in range(first, stop):
             row = source[number]
             if op.clip > 0:

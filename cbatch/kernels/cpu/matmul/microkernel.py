@@ -286,7 +286,7 @@ class _TileEmitter:
                 emit_prefetch(ahead[0] + further)
             else:
                 for place in ahead:
-                    emit_prefetch(place + further, near=SECOND_CACHE)
+                    emit_prefetch(place + further)
             for part in range(parts):
                 yield [self.weight(panel + down, part) for panel in panels]
 
