@@ -39,8 +39,8 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 
 U8 = torch.uint8
-"""One byte: a sign and 7 bits of magnitude, times a float32 scale for each token and head."""
-U8_MAX = 127
+"""One byte: U8_OFFSET more than an integer, times a float32 scale for each token and head."""
+U8_MAX, U8_OFFSET = 127, 128
 U8_SCALE_BYTES = 4
 
 
@@ -53,17 +53,17 @@ def as_stored(new: Tensor, dtype: torch.dtype) -> Tensor:
         numbers = new.float()
         largest = numbers.abs().amax(-1, keepdim=True)
         inverse = torch.where(largest < 1e-30, 0.0, largest.new_tensor(U8_MAX) / largest)
-        magnitudes = (numbers.abs().double() * inverse).round().to(U8)  # of the exact product
+        integers = (numbers.double() * inverse).round()  # of the exact product
         scales = torch.where(largest < 1e-30, 0.0, largest * (1 / U8_MAX))
-        return torch.cat([magnitudes + (U8_MAX + 1) * numbers.signbit().to(U8), scales.view(U8)], -1)
+        return torch.cat([(integers + U8_OFFSET).to(U8), scales.view(U8)], -1)
     return new.float().clamp(-FP8_MAX, FP8_MAX).to(FP8) if dtype == FP8 else new.to(dtype)
 
 
 def as_numbers(stored: Tensor) -> Tensor:
     """The numbers [..., dim] float32 that a cache of U8 stands for, as `as_stored` makes it."""
     numbers, scales = stored[..., :-U8_SCALE_BYTES], stored[..., -U8_SCALE_BYTES:]
-    signed: Tensor = (numbers & U8_MAX).float() * (1 - 2 * (numbers >> 7).float())
-    return signed * scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
+    integers: Tensor = numbers.float() - U8_OFFSET
+    return integers * scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
 
 
 def as_bytes(cache: Tensor) -> Tensor:

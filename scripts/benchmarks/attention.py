@@ -63,8 +63,8 @@ class Attention:
         tables = np.arange(sequences * blocks, dtype=np.int32).reshape(sequences, blocks)
         places = np.arange(before, before + tokens)
         slots = (tables[:, places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE).reshape(-1).astype(np.int64)
-        count = np.arange(len(slots))
-        batch = RaggedBatch(count, count, slots, count, tables, starts, stops, torch.device("cpu"))
+        every = np.arange(len(slots))
+        batch = RaggedBatch(every, every, slots, every, tables, starts, stops, torch.device("cpu"))
         seen = sum(range(before + 1, before + tokens + 1)) * sequences
         self.flops = 4 * seen * heads.query * heads.dim
         shapes = block_shapes(LayerShape(heads.kv, heads.dim, heads.dim), BLOCK_SIZE, kv_dtype)

@@ -101,7 +101,7 @@ def test_equals_the_reference(name: str, dtype: torch.dtype, kv_dtype: torch.dty
     """Guards kernels in every form of attention, in chunks that end anywhere; NaN in unused places must not show."""
     case = CASES[name]
     assert fits([case.layer], case.block_size, dtype, kv_dtype)
-    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    tolerance = 2e-2 if dtype != torch.float32 else 2e-5 if kv_dtype is None else 5e-4
     for seed in range(3):
         batches = make_batches(case, seed)
         found = run(CpuAttention(kv_dtype), case, batches, dtype, dtype)

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 from cbatch.kernels.cpu.fast_math import exp, from_float32, tanh, to_float32
 from cbatch.kernels.cpu.jit import entry, inlined, kernel
-from cbatch.kernels.cpu.kv_store import SCALE_BYTES, bytes_to_numbers, copy_vector
+from cbatch.kernels.cpu.kv_store import SCALE_BYTES, copy_vector
+from cbatch.kernels.cpu.matmul.byte_tile import GROUP, HEADER_BYTES, multiply_byte_tile, round_row
 from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, LANES, MAX_ROWS, Panels, Rows, multiply_tile, prefetch
 from cbatch.kernels.cpu.paged_kv import (
     BLOCK_ROWS,
@@ -76,56 +77,49 @@ def _list_panels(kv: PagedKV, tile: _Tile, panels: Any) -> None:
             block, offset = np.uint64(first) // np.uint64(size), np.uint64(first) % np.uint64(size)
             page = (np.int64(table[block]) * kv.heads + head) * size
             at = page + np.int64(offset)
-            panels[0, part] = keys + at * kv.key_dim * itemsize
-            panels[1, part] = values + (page * kv.value_dim + np.int64(offset) * LANES) * itemsize
-            panels[2, part] = values + at * kv.value_dim * itemsize
+            if itemsize == 1:
+                panels[0, part] = keys + at * (kv.key_dim + SCALE_BYTES)
+                panels[1, part] = panels[2, part] = values + at * (kv.value_dim + SCALE_BYTES)
+                prefetch(panels[0, part] + LANES * kv.key_dim)  # scales
+                prefetch(panels[1, part] + LANES * kv.value_dim)
+            else:
+                panels[0, part] = keys + at * kv.key_dim * itemsize
+                panels[1, part] = values + (page * kv.value_dim + np.int64(offset) * LANES) * itemsize
+                panels[2, part] = values + at * kv.value_dim * itemsize
         else:
             for place in range(3):
                 panels[place, part] = panels[place, 0]
 
 
 @kernel
-def _list_packed_panels(kv: PagedKV, head: int, table: Any, token: int, stop: int, panels: Any, scales: Any) -> None:
-    """The same for a cache of bytes, with the scales of the tokens: scales [2, TILE_TOKENS] of keys and of values."""
-    keys, values = np.int64(kv.keys.ctypes.data), np.int64(kv.values.ctypes.data)
-    key_bytes, value_bytes = kv.key_dim * LANES, kv.value_dim * LANES
-    size, target = np.uint64(kv.block_size), np.int64(scales.ctypes.data)
+def _copy_scales(kv: PagedKV, panels: Any, scales: Any) -> None:
+    """Scales [2, TILE_TOKENS] of the keys and the values of a tile of a cache of bytes."""
+    target = np.int64(scales.ctypes.data)
     for part in range(TILE_TOKENS // LANES):
-        first = token + part * LANES
-        if first < stop:
-            block, offset = np.uint64(first) // size, np.uint64(first) % size
-            page = (np.int64(table[block]) * kv.heads + head) * kv.block_size
-            panel = np.int64(np.uint64(page + np.int64(offset)) // np.uint64(LANES))
-            key, value = keys + panel * (key_bytes + _LINE), values + panel * (value_bytes + _LINE)
-            panels[0, part], panels[1, part] = key, value
-            copy_vector(key + key_bytes, target + part * _LINE)
-            copy_vector(value + value_bytes, target + (TILE_TOKENS // LANES + part) * _LINE)
-        else:
-            panels[0, part], panels[1, part] = panels[0, 0], panels[1, 0]
+        copy_vector(panels[0, part] + LANES * kv.key_dim, target + part * _LINE)
+        copy_vector(panels[1, part] + LANES * kv.value_dim, target + (TILE_TOKENS // LANES + part) * _LINE)
 
 
 @inlined
 def _compute_scores(
-    kv: PagedKV, query: Rows, rows: int, low: int, high: int, now: int, scratch: AttentionWorkspace
+    kv: PagedKV, query: Rows, first: int, rows: int, low: int, high: int, now: int, scratch: AttentionWorkspace
 ) -> None:
     """scores [rows, TILE_TOKENS] = query [rows, key_dim] times the keys of a part of a tile.
 
+    first:     of these rows in the task
     low, high: the tokens of the tile that the rows see: from `low`, a multiple of 32
     now:       which of the panels are those of the tile
     """
-    panels, runs, unpacked = scratch.panels[now], scratch.runs, scratch.unpacked
-    like, itemsize = unpacked[0], unpacked.itemsize
+    panels, runs, like = scratch.panels[now], scratch.runs, scratch.stored[0, 0]
+    itemsize = scratch.stored.itemsize
     pair = 1 if itemsize == 4 else 2
     stride, depth = LANES * pair * itemsize, kv.key_dim // pair
     for left in range(low, high, COLUMNS):
         for i in range(2):
-            place = panels[0, left // LANES + i]
-            if kv.itemsize == 1:
-                unpacked_place = np.int64(unpacked.ctypes.data) + i * kv.key_dim * LANES * itemsize
-                bytes_to_numbers(like, place, kv.key_dim * LANES // _LINE, unpacked_place)
-                runs[0, i] = runs[0, 2 + i] = unpacked_place
-            else:
-                runs[0, i], runs[0, 2 + i] = place, panels[2, left // LANES + i]
+            runs[0, i], runs[0, 2 + i] = panels[0, left // LANES + i], panels[2, left // LANES + i]
+        if kv.itemsize == 1:
+            _compute_rounded_scores(kv, rows, left, first, scratch)
+            continue
         columns = Panels(np.int64(runs.ctypes.data), depth, stride, depth, stride)
         for top in range(0, rows, MAX_ROWS):
             out = Rows(scratch.scores.ctypes.data + (top * TILE_TOKENS + left) * 4, TILE_TOKENS * 4)
@@ -133,19 +127,24 @@ def _compute_scores(
             multiply_tile(kv.microkernel, like, rows_of_query, columns, out, min(MAX_ROWS, rows - top), 0)
 
 
-@inlined
-def _unpack_values(kv: PagedKV, panel: int, low: int, high: int, now: int, scratch: AttentionWorkspace) -> None:
-    """Makes numbers of the bytes of a panel of values and of the next, of 16 tokens after the other."""
-    runs, itemsize = scratch.runs, scratch.unpacked.itemsize
-    size, unpacked = LANES * LANES * itemsize, np.int64(scratch.unpacked.ctypes.data)
-    is_last = panel == kv.value_dim // LANES - 1
-    for i in range(low // LANES, -(-high // LANES)):
-        source = scratch.panels[now, 1, i] + panel * LANES * LANES
-        for side in range(2):
-            target = unpacked + (2 * i + side) * size
-            if side == 0 or not is_last:
-                bytes_to_numbers(scratch.unpacked[0], source + side * LANES * LANES, LANES * LANES // _LINE, target)
-            runs[i, side] = runs[i, 2 + side] = unpacked + 2 * i * size if is_last else target
+@kernel
+def _compute_rounded_scores(kv: PagedKV, rows: int, left: int, first: int, scratch: AttentionWorkspace) -> None:
+    """The same for keys of bytes: of 32 tokens from `left` on, whose panels are the first run."""
+    query, headers, runs = scratch.rounded_query, scratch.query_headers, scratch.runs
+    stride, header_stride = query.shape[1] * 2, headers.shape[1] * HEADER_BYTES
+    for group in range(0, kv.key_dim, GROUP):
+        steps = min(GROUP, kv.key_dim - group) // 4
+        columns = Panels(np.int64(runs.ctypes.data), steps, _LINE, steps, _LINE)
+        for top in range(0, rows, MAX_ROWS):
+            out = Rows(scratch.scores.ctypes.data + (top * TILE_TOKENS + left) * 4, TILE_TOKENS * 4)
+            of_query = Rows(query.ctypes.data + (first + top) * stride + group * 2, stride)
+            place = headers.ctypes.data + (first + top) * header_stride + group // GROUP * HEADER_BYTES
+            of_headers = Rows(place, header_stride)
+            multiply_byte_tile(
+                kv.microkernel, of_query, of_headers, columns, out, min(MAX_ROWS, rows - top), 1 if group else 0
+            )
+        for place in range(4):
+            runs[0, place] += steps * _LINE
 
 
 @inlined
@@ -153,43 +152,40 @@ def _accumulate_values(
     kv: PagedKV, rows: int, low: int, high: int, now: int, scratch: AttentionWorkspace, out: Rows
 ) -> None:
     """out [rows, value_dim] += weights [rows, TILE_TOKENS] times the values of a part of a tile."""
-    weights, runs, itemsize = scratch.weights, scratch.runs, scratch.unpacked.itemsize
-    pair = 1 if itemsize == 4 else 2
-    stride, depth, run = LANES * pair * itemsize, -(-(high - low) // pair), LANES // pair
-    weights_stride, first_panel = TILE_TOKENS * weights.itemsize, low // LANES
-    width, half = LANES * kv.block_size * itemsize, LANES * LANES * itemsize
-    columns = Panels(np.int64(runs.ctypes.data) + first_panel * 32, run, stride, depth, stride)
+    weights, runs, itemsize, is_packed = scratch.weights, scratch.runs, kv.itemsize, kv.itemsize == 1
+    rounded, headers = scratch.rounded_weights, scratch.weight_headers
+    pair = 4 // itemsize
+    run, depth = LANES // pair, -(-(high - low) // pair)
+    if is_packed:
+        depth = -(-depth // run) * run
+    width, half = LANES * (LANES if is_packed else kv.block_size) * itemsize, LANES * LANES * itemsize
+    columns = Panels(np.int64(runs.ctypes.data) + low // LANES * 32, run, _LINE, depth, _LINE)
     for i in range(TILE_TOKENS // LANES):
         runs[i, 0], runs[i, 2] = scratch.panels[now, 1, i], scratch.panels[1 - now, 0, i]
         runs[i, 1], runs[i, 3] = runs[i, 0] + width, runs[i, 2] + half
     for panel in range(0, kv.value_dim // LANES, 2):
-        if kv.itemsize == 1:
-            _unpack_values(kv, panel, low, high, now, scratch)
-        elif panel == kv.value_dim // LANES - 1:
+        if panel == kv.value_dim // LANES - 1:
             for i in range(TILE_TOKENS // LANES):
                 runs[i, 1], runs[i, 3] = runs[i, 0], runs[i, 2]
         for top in range(0, rows, MAX_ROWS):
-            left = Rows(weights.ctypes.data + top * weights_stride + low * weights.itemsize, weights_stride)
-            target = Rows(out.address + top * out.stride + panel * LANES * 4, out.stride)
-            multiply_tile(kv.microkernel, scratch.unpacked[0], left, columns, target, min(MAX_ROWS, rows - top), 1)
+            count, target = (
+                min(MAX_ROWS, rows - top),
+                Rows(out.address + top * out.stride + panel * LANES * 4, out.stride),
+            )
+            if is_packed:
+                left = Rows(rounded.ctypes.data + (top * TILE_TOKENS + low) * 2, TILE_TOKENS * 2)
+                of_headers = Rows(headers.ctypes.data + top * HEADER_BYTES, HEADER_BYTES)
+                multiply_byte_tile(kv.microkernel, left, of_headers, columns, target, count, 1)
+            else:
+                left = Rows(
+                    weights.ctypes.data + (top * TILE_TOKENS + low) * weights.itemsize, TILE_TOKENS * weights.itemsize
+                )
+                multiply_tile(kv.microkernel, scratch.stored[0, 0], left, columns, target, count, 1)
         for i in range(TILE_TOKENS // LANES):
             runs[i, 0] += 2 * width
             runs[i, 1] += 2 * width
             runs[i, 2] += 2 * half
             runs[i, 3] += 2 * half
-
-
-@kernel
-def _prefetch_packed_tile(kv: PagedKV, tile: _Tile) -> None:
-    """Prefetches the keys and values of a tile of a cache of bytes."""
-    table, head, token, stop = tile
-    size, key_bytes, value_bytes = kv.block_size, kv.key_dim + SCALE_BYTES, kv.value_dim + SCALE_BYTES
-    for first in range(token, min(token + TILE_TOKENS, stop), size):
-        page = (table[first // size] * kv.heads + head) * size
-        for at in range(0, min(size, TILE_TOKENS) * key_bytes, 64):
-            prefetch(kv.keys.ctypes.data + page * key_bytes + at)
-        for at in range(0, min(size, TILE_TOKENS) * value_bytes, 64):
-            prefetch(kv.values.ctypes.data + page * value_bytes + at)
 
 
 @kernel
@@ -215,12 +211,15 @@ def _weigh(
     else:
         key_scales = scratch.scales[0]
         scale = np.float32(params.scale * LOG2_E)
-    scales = np.int64(key_scales.ctypes.data), np.int64(value_scales.ctypes.data)
+    rounded, headers = np.int64(scratch.rounded_weights.ctypes.data), np.int64(scratch.weight_headers.ctypes.data)
     first_position, last_position = positions[top // group], positions[(top + rows - 1) // group]
     is_whole = first_position >= token + TILE_TOKENS - 1 and first_seen(last_position, params) <= token
     for i in range(rows):
         source = np.int64(scores.ctypes.data) + i * TILE_TOKENS * 4
         target = np.int64(weights.ctypes.data) + i * TILE_TOKENS * weights.itemsize
+        if is_packed:
+            target = rounded + i * TILE_TOKENS * 2
+        scales = np.int64(key_scales.ctypes.data), np.int64(value_scales.ctypes.data), headers + i * HEADER_BYTES
         state = states.address + i * states.stride
         if not is_whole:
             position = positions[(top + i) // group]
@@ -266,7 +265,7 @@ def _attend_tile(
             continue
         source = Rows(query.ctypes.data + (begin + top) * query_stride, query_stride)
         target = Rows(states.ctypes.data + (begin + top) * state_stride, state_stride)
-        _compute_scores(kv, source, rows, low, high, now, scratch)
+        _compute_scores(kv, source, begin + top, rows, low, high, now, scratch)
         width = states.shape[1] - 2 * LANES
         _weigh(kv.itemsize == 1, token, positions, group, top, rows, params, scratch, target, width)
         _accumulate_values(kv, rows, low, high, now, scratch, target)
@@ -320,7 +319,7 @@ def _attend_task(
     for i in range(rows):  # also for a task whose tokens are all before the window: it sees nothing
         _reset(all_before[i])
     now, is_packed = 0, kv.itemsize == 1
-    if not is_packed and max(begin, lowest) < end:
+    if max(begin, lowest) < end:
         _list_panels(kv, _Tile(table, first_head, max(begin, lowest), end), scratch.panels[now])
     for split in range(max(begin, lowest // SPLIT * SPLIT), end, SPLIT):
         is_first, stop = split <= max(begin, lowest), min(end, split + SPLIT)
@@ -335,16 +334,15 @@ def _attend_task(
                 elif token + TILE_TOKENS < end:
                     following = _Tile(table, first_head, token + TILE_TOKENS, end)
                 if is_packed:
-                    _prefetch_packed_tile(kv, following)
-                    _list_packed_panels(kv, head, table, token, stop, scratch.panels[now], scratch.scales)
-                elif following.stop > 0:
+                    _copy_scales(kv, scratch.panels[now], scratch.scales)
+                if following.stop > 0:
                     _list_panels(kv, following, scratch.panels[1 - now])
                 else:
                     for i in range(TILE_TOKENS // LANES):
                         scratch.panels[1 - now, 0, i] = scratch.panels[now, 0, i]
                 first_row = (head - first_head) * per_head
                 _attend_tile(kv, token, positions, group, first_row, params, now, scratch, states)
-                now = now if is_packed else 1 - now
+                now = 1 - now
         for i in range(rows):
             _add_up_weights(states[i])
             if not is_first:
@@ -356,7 +354,8 @@ def _workspace_of_thread(workspace: AttentionWorkspace, index: int) -> Attention
     return AttentionWorkspace(
         workspace.panels[index], workspace.runs[index], workspace.positions[index], workspace.query[index],
         workspace.scores[index], workspace.weights[index], workspace.states[index], workspace.stored[index],
-        workspace.unpacked[index], workspace.scales[index],
+        workspace.scales[index], workspace.rounded_query[index], workspace.rounded_weights[index],
+        workspace.query_headers[index], workspace.weight_headers[index],
     )  # fmt: skip
 
 
@@ -421,7 +420,10 @@ def attend(
                 at = (head - first_head) * per_head + token * group
                 for i in range(group):
                     start = (head * group + i) * kv.key_dim
-                    _copy(query[row, start : start + kv.key_dim], scratch.query[at + i])
+                    if kv.itemsize == 1:
+                        _round(query[row, start : start + kv.key_dim], scratch, at + i)
+                    else:
+                        _copy(query[row, start : start + kv.key_dim], scratch.query[at + i])
         upcoming = _first_tile(kv, plan, heads, likely_task(worker, phase, num_tasks))
         positions = scratch.positions[:tokens]
         _attend_task(kv, task, plan.tables[sequence], upcoming, positions, group, params, scratch)
@@ -458,6 +460,15 @@ def _merge_partials(
 def _copy(source: Any, target: Any) -> None:
     for j in range(len(source)):
         target[j] = from_float32(to_float32(source[j]), target)
+
+
+@kernel
+def _round(source: Any, scratch: AttentionWorkspace, row: int) -> None:
+    """Rounds a query [key_dim] for keys of bytes."""
+    for group in range(0, len(source), GROUP):
+        part = source[group : group + GROUP]
+        into = scratch.rounded_query[row, group : group + len(part)]
+        round_row(part, into, scratch.query_headers[row, group // GROUP])
 
 
 @kernel

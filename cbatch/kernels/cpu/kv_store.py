@@ -1,12 +1,11 @@
-"""Writes keys and values into the panels of the cache (see `paged_kv`), and makes numbers of a cache of bytes.
+"""Writes keys and values into the panels of the cache (see `paged_kv`).
 
 All panels consist of words of 32 bits: one float32, two bfloat16 or four bytes. A word of keys holds consecutive
 numbers of one token, a word of values one number of consecutive tokens. The keys of 16 tokens of a sequence are a
 matrix of words, which is transposed in registers. A token that comes alone is stored word by word.
 
-A byte is a sign and 7 bits of magnitude. The numbers of a token's head are its bytes times one float32 scale, 1/127 of
-the largest. The scale does not take part in products: it multiplies scores, or weights. So bytes become numbers without
-rounding, since bfloat16 holds every integer up to 127.
+A byte is 128 more than an integer. The numbers of a token's head are these integers times one float32 scale, 1/127 of
+the largest. The scale does not take part in products: it multiplies scores, or weights.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from llvmlite import ir
 from numba import types
 from numba.extending import overload
 
-from cbatch.kernels.cpu.emit import FLOATS, INT8, INT32, LANES, LIKE, WORDS, Value, emitted, for_range
+from cbatch.kernels.cpu.emit import INT32, LANES, LIKE, WORDS, Value, emitted
 from cbatch.kernels.cpu.fast_math import bits_of, from_bits, from_float32, to_float32
-from cbatch.kernels.cpu.instruction_sets import FEATURES
 from cbatch.kernels.cpu.jit import entry, kernel
+from cbatch.kernels.cpu.matmul.byte_tile import OFFSET
 from cbatch.kernels.cpu.matmul.microkernel import prefetch_to_write
 from cbatch.kernels.cpu.paged_kv import AttentionPlan, PagedKV
 from cbatch.kernels.cpu.work_queue import Worker, claimed
@@ -29,11 +28,7 @@ from cbatch.kernels.cpu.work_queue import Worker, claimed
 SCALE_BYTES = 4
 
 _WORD, _LINE = 4, 64
-_BYTES = ir.VectorType(INT8, _LINE)
-_HAS_BYTE_TABLES = "avx512vbmi" in FEATURES
-"""Whether one instruction looks 64 bytes up in a table of 128."""
-
-_INTEGER = np.float32(2**23)
+_INTEGER = np.float32(1.5 * 2**23)
 """The low bits of a smaller number that is added to this are the nearest integer, ties to even."""
 
 _SMALLEST = np.float32(1e-30)
@@ -62,58 +57,8 @@ def round_to_bytes(numbers: Any, row: Any) -> Any:
     else:
         inverse = np.float32(127) / largest
     for i in range(len(numbers)):
-        bits = bits_of(to_float32(numbers[i]))
-        magnitude = bits_of(_fma(from_bits(bits & np.uint32(0x7FFFFFFF)), inverse, _INTEGER))
-        row[i] = np.uint8((magnitude & np.uint32(0x7F)) | ((bits >> np.uint32(24)) & np.uint32(0x80)))
+        row[i] = np.uint8(bits_of(_fma(to_float32(numbers[i]), inverse, _INTEGER)) + np.uint32(OFFSET))
     return scale
-
-
-def _floats_of(words: Value) -> list[Value]:
-    """Four vectors of float32, as words: one for each byte of 16 words."""
-    found = []
-    for place in range(4):
-        magnitude = words >> 8 * place if place else words
-        sign = words << 24 - 8 * place if place < 3 else words
-        found.append((magnitude & 0x7F).to("sitofp", FLOATS).bits(WORDS) | (sign & 0x80000000))
-    return found
-
-
-def _pairs_of(words: Value) -> list[Value]:
-    """Two vectors of pairs of bfloat16, as words: of the first two bytes, and of the others."""
-    if not _HAS_BYTE_TABLES:
-        found = _floats_of(words)
-        return [found[place] >> 16 | found[place + 1] for place in (0, 2)]
-    indices, bits = words.bits(_BYTES), np.arange(128, dtype=np.float32).view(np.uint32) >> 16
-    low, high = (_look_up(indices, ((bits >> shift) & 0xFF).tolist()) for shift in (0, 8))
-    high = high | (indices & 0x80)
-    return [
-        low.shuffle(
-            [4 * word + half + place + side for word in range(LANES) for place in (0, 1) for side in (0, _LINE)], high
-        ).bits(WORDS)
-        for half in (0, 2)
-    ]
-
-
-def _look_up(indices: Value, table: list[int]) -> Value:
-    """Numbers [128] at the lower 7 bits of each index."""
-    first, second = (indices.constant(half) for half in (table[:_LINE], table[_LINE:]))
-    return first.call("x86.avx512.vpermi2var.qi.512", indices, second)
-
-
-@emitted(types.void, LIKE, types.int64, types.int64, types.int64)
-def bytes_to_numbers(like: Any, source: Value, count: Value, target: Value) -> None:
-    """Turns 16 * count words of 4 bytes into numbers, without their scales.
-
-    like:   such a number: float32, or uint16 for bfloat16
-    source: address of vectors of 16 words
-    target: address of as many groups of vectors of 16 words: of float32 the first bytes of all words, then the second
-            ones, and so on; of bfloat16 the first two bytes of all words, then the others
-    """
-    numbers_of, size = (_floats_of, 4 * _LINE) if like == types.float32 else (_pairs_of, 2 * _LINE)
-    with for_range(count) as index:
-        words, there = (source + index * _LINE).read(WORDS), target + index * size
-        for number, vector in enumerate(numbers_of(words)):
-            (there + number * _LINE).write(vector)
 
 
 @emitted(types.void, types.int64, types.int64)

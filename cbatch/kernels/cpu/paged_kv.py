@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.kernels.cpu.jit import entry, kernel
-from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, LANES, left_dtype, pad_columns
+from cbatch.kernels.cpu.matmul.byte_tile import GROUP
+from cbatch.kernels.cpu.matmul.microkernel import LANES, left_dtype, pad_columns
 from cbatch.kernels.cpu.softmax import TILE_TOKENS
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.cpu import empty
@@ -329,8 +330,10 @@ class AttentionWorkspace(NamedTuple):
     weights: [threads, BLOCK_ROWS, TILE_TOKENS] after it, of `left_dtype`
     states: [threads, 2, rows, state size] (see `attention`) of the first split and of a later one
     stored: [threads, 16, the larger of key_dim and value_dim] keys or values on their way into the cache
-    unpacked: [threads, numbers of two panels: 32 * key_dim or 32 * TILE_TOKENS] made of bytes
     scales: [threads, 3, TILE_TOKENS] of the keys and the values of a tile, and ones
+    rounded_query, rounded_weights: as `query` and `weights`, in int16, for a cache of bytes (see `byte_tile`)
+    query_headers: [threads, rows, groups of key_dim, 2] of the rounded queries
+    weight_headers: [threads, BLOCK_ROWS, 2] of the rounded weights
     """
 
     panels: NDArray[np.int64]
@@ -341,8 +344,11 @@ class AttentionWorkspace(NamedTuple):
     weights: NDArray[Any]
     states: NDArray[np.float32]
     stored: NDArray[Any]
-    unpacked: NDArray[Any]
     scales: NDArray[np.float32]
+    rounded_query: NDArray[np.int16]
+    rounded_weights: NDArray[np.int16]
+    query_headers: NDArray[np.int32]
+    weight_headers: NDArray[np.int32]
 
 
 def new_attention_workspace(
@@ -361,6 +367,9 @@ def new_attention_workspace(
         empty((threads, BLOCK_ROWS, TILE_TOKENS), left_dtype(dtype)),
         empty((threads, 2, rows, _state_size(value_dim)), np.float32),
         empty((threads, LANES, dim), dtype),
-        empty((threads, COLUMNS * max(key_dim, TILE_TOKENS)), dtype),
         scales,
+        empty((threads, rows, key_dim), np.int16),
+        empty((threads, BLOCK_ROWS, TILE_TOKENS), np.int16),
+        empty((threads, rows, -(-key_dim // GROUP), 2), np.int32),
+        empty((threads, BLOCK_ROWS, 2), np.int32),
     )

@@ -29,6 +29,8 @@ from cbatch.kernels.cpu.emit import (
     if_then,
 )
 from cbatch.kernels.cpu.instruction_sets import CHOSEN
+from cbatch.kernels.cpu.matmul.byte_tile import MOST, OFFSET
+from cbatch.kernels.cpu.matmul.quantized import IN_QUADS
 
 TILE_TOKENS = 128
 """Tokens whose scores go through the online softmax at once."""
@@ -40,6 +42,9 @@ _SLACK = 11.5
 
 _LOWEST = -126.0
 """Scores further below the reference count as this one, whose weight is the smallest normal float32."""
+
+_SMALLEST = 1e-34
+"""Weights are 0 if all of a row are smaller: the inverse of their unit would overflow."""
 
 _POWERS_OF_2 = {
     types.uint16: (9.570102e-3, 5.591786e-2, 2.4024744e-1, 6.931218e-1, 9.999993e-1),
@@ -111,8 +116,9 @@ def softmax_row(
     state:   address of the row's state: a sum of `width` float32, a multiple of 16; then 16 places, of which the first
              is the reference of its weights, minus infinity before the first; then 16 sums of weights
     scale:   positive
-    scales:  None, or two addresses of TILE_TOKENS float32: products are multiplied by the first, and weights by the
-             second when they are written, which changes no sum
+    scales:  None, or three addresses: TILE_TOKENS float32 that products are multiplied by; as many that weights are
+             multiplied by when they are written, which changes no sum; and a header (see `byte_tile`), for weights are
+             written as int16 then
     bounds:  None, or two int64: only products from the first up to the second count; the weights of others are 0
 
     If a score is NaN, so are its weight and one of the sums of weights.
@@ -147,7 +153,7 @@ def softmax_row(
                 there = state + index * (LANES * 4)
                 there.write(there.read(FLOATS) * shrink)
             store_floats(load_floats(last, 1, types.float32) * shrink, last, 1, types.float32)
-    total = load_floats(last, 1, types.float32)
+    total, written = load_floats(last, 1, types.float32), []
     for part in parts:
         weight = _power_of_2(kept[part].value, like)
         if counts:
@@ -156,5 +162,28 @@ def softmax_row(
         if scales is not None:
             weight = weight * load_floats(scales[1], part, types.float32)
             weight = counts[part].choose(weight, 0.0) if counts else weight  # no NaN of others
-        store_floats(weight, weights, part, like)
+            written.append(weight)
+        else:
+            store_floats(weight, weights, part, like)
     store_floats(total, last, 1, types.float32)
+    if scales is not None:
+        _store_integers(written, weights, scales[2])
+
+
+def _store_integers(numbers: list[Value], target: Value, header: Value) -> None:
+    """Rounds numbers, none of them negative, as `byte_tile.round_row` does."""
+    most = numbers[0].bits(WORDS)
+    for other in (number.bits(WORDS) for number in numbers[1:]):  # in the order of the numbers, NaN above all
+        most = other.is_(">", most).choose(other, most)
+    largest = most.call(f"vector.reduce.smax.v{LANES}i32", result=INT32).bits(FLOAT)
+    is_finite = largest.is_("<", float("inf"))
+    is_normal, factor = is_finite & largest.is_(">", _SMALLEST), (largest.constant(MOST) / largest).broadcast()
+    total = most.constant(0)
+    for part, number in enumerate(numbers):
+        scaled = is_normal.choose(number * factor, None)
+        integers = scaled.call(f"rint.v{LANES}f32").to("fptosi", WORDS)
+        total = total + integers
+        (target + part * LANES * 2).write(integers.shuffle(IN_QUADS).to("trunc", SHORTS))
+    total = total.call(f"vector.reduce.add.v{LANES}i32", result=INT32)
+    header.write(is_finite.choose(largest / largest.constant(MOST), float("nan")))
+    (header + 4).write(total * -OFFSET)

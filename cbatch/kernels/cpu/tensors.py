@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cbatch.kernels.cpu.matmul.byte_tile import byte_tile_address
 from cbatch.kernels.cpu.matmul.microkernel import LANES, microkernel_address
 from cbatch.kernels.cpu.paged_kv import PagedCaches, PagedKV
 from cbatch.runtime.kv_cache import U8, U8_SCALE_BYTES, KVCache, LayerShape, Shape
@@ -53,7 +54,7 @@ def paged_kv_of(keys: Tensor, values: Tensor, element: np.dtype[Any]) -> PagedKV
     else:
         key_dim, value_dim = keys.shape[3] * keys.shape[5], values.shape[2] * LANES
     return PagedKV(
-        microkernel_address(element),
+        byte_tile_address() if keys.dtype == U8 else microkernel_address(element),
         as_array(keys).reshape(-1).view(np.uint8),
         as_array(values).reshape(-1).view(np.uint8),
         keys.itemsize,

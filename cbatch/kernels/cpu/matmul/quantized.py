@@ -75,7 +75,7 @@ _LINE = 64
 _ZERO_BELOW = float(np.float32(1e-34))
 """A group of smaller numbers is quantized to zeros: the inverse of its scale would overflow a float32."""
 
-_IN_QUADS = [4 * (lane // 4) + (0, 2, 1, 3)[lane % 4] for lane in range(LANES)]
+IN_QUADS = [4 * (lane // 4) + (0, 2, 1, 3)[lane % 4] for lane in range(LANES)]
 """The order of int16: of four numbers each, the second and the third change places."""
 
 
@@ -115,7 +115,7 @@ def _emit_row_group(like: Any, left_bytes: int, group: int, weights: Value, sour
         scaled = is_normal.choose(scaled, None)
         integers = scaled.call(f"rint.v{LANES}f32").to("fptosi", WORDS)
         sums.append(integers)
-        narrow = (integers.shuffle(_IN_QUADS) if left_bytes == 2 else integers).to(
+        narrow = (integers.shuffle(IN_QUADS) if left_bytes == 2 else integers).to(
             "trunc", ir.VectorType(ir.IntType(8 * left_bytes), LANES)
         )
         (target + half * LANES * left_bytes).write(narrow)

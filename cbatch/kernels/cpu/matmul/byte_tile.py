@@ -1,0 +1,183 @@
+"""The inner loop of attention over a cache of bytes: a few rows of int16 times two panels of bytes, in integers.
+
+A step of a panel is a vector: four bytes for each of 16 columns, each 128 more than the number that is meant. Rows are
+rounded to 16 bits in units of a 32767th of their largest number. Their quads lie in the order 0, 2, 1, 3, because
+bytes 0 and 2 of all words are multiplied at once, and then 1 and 3. At the end a sum becomes float32, times its row's
+unit. What the 128 adds too much is a row's second number beside the unit.
+
+So bytes are never unpacked, and no instruction set needs more than products of pairs of int16. Sums of up to 256
+numbers fit into an int32 whatever they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from cbatch.kernels.cpu.emit import (
+    FLOAT,
+    FLOATS,
+    INT32,
+    INT64,
+    LANES,
+    PARTS,
+    WORDS,
+    Place,
+    Value,
+    Variable,
+    emitted,
+    for_range,
+)
+from cbatch.kernels.cpu.fast_math import bits_of, from_bits, to_float32
+from cbatch.kernels.cpu.instruction_sets import CHOSEN
+from cbatch.kernels.cpu.jit import Part, address_of, call_loop, kernel
+from cbatch.kernels.cpu.matmul.instructions import add_pairs
+from cbatch.kernels.cpu.matmul.microkernel import (
+    FEW_ROWS,
+    ROW_COUNTS,
+    Panels,
+    Rows,
+    emit_for_panels,
+    emit_for_rows,
+    emit_prefetch,
+    read_broadcast,
+)
+
+GROUP = 256
+"""Numbers of a row whose products are summed as integers."""
+
+MOST = 32767
+"""The largest integer of a row."""
+
+OFFSET = 128
+"""How much larger a byte is than what it means."""
+
+HEADER_BYTES = 8
+"""Of a row: its unit in float32, and minus OFFSET times the sum of its integers in int32."""
+
+_INTEGER, _BITS_OF_INTEGER = np.float32(1.5 * 2**23), np.int32(0x4B400000)
+"""The low bits of a smaller number that is added to the first are the nearest integer, ties to even."""
+
+_SMALLEST = np.float32(1e-34)
+"""A row of smaller numbers is rounded to zeros: the inverse of its unit would overflow."""
+
+_ARGUMENTS = 13
+_MANY_REGISTERS = 32
+
+
+class _Emitter:
+    """Emits the loop for one number of rows."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+
+    def emit(self, left: Any, headers: Any, panels: Any, out: Any, count: Value, add: Value) -> None:
+        """Code for up to so many rows. If there are fewer, it computes the last one several times."""
+        table, run, stride, depth, ahead = panels
+        last = count - 1
+        numbers = [last.constant(row) for row in range(self.num_rows)]
+        numbers = [number.is_("<", last).choose(number, last) for number in numbers]
+        outs, heads, rows = ([start + step * number for number in numbers] for start, step in (out, headers, left))
+
+        def emit_panels(which: Sequence[Any]) -> None:
+            sums = {
+                (row, i): Variable(read_broadcast(head + 4, INT32))
+                for row, head in enumerate(heads)
+                for i in range(len(which))
+            }
+            with for_range(depth // run) as number:
+                first = number * run
+                starts = [table + number * 32 + panel * 8 for panel in which]
+                places, further = ([(start + after).read(INT64) for start in starts] for after in (0, 16))
+                with for_range(run) as step:
+                    for place in further[: 1 if self.num_rows > FEW_ROWS else 2]:
+                        emit_prefetch(place + step * ahead)
+                    there = (first + step) * 8
+                    for odd in (0, 1):
+                        down = step * stride
+                        # Where registers are short, bytes are read again rather than kept.
+                        down = down.hidden() if CHOSEN.registers < _MANY_REGISTERS else down
+                        words = [(place + down).read(WORDS) for place in places]
+                        pairs = [(word >> 8 if odd else word) & 0x00FF00FF for word in words]
+                        for row, address in enumerate(rows):
+                            number_pair = read_broadcast(address + there + 4 * odd, INT32)
+                            for i, pair in enumerate(pairs):
+                                total = sums[row, i]
+                                total.value = add_pairs(total.value, pair, number_pair)
+            targets = {(row, i): Place(outs[row] + which[i] * (LANES * 4)) for row, i in sums}
+            found = {}
+            for (row, i), total in sums.items():
+                before = add.is_("!=", 0).choose(targets[row, i].value, None)
+                found[row, i] = total.value.to("sitofp", FLOATS).fma(read_broadcast(heads[row], FLOAT), before)
+            for place, value in found.items():  # when all are there: the last row may be there several times
+                targets[place].value = value
+
+        emit_for_panels(self.num_rows, add, emit_panels)
+
+
+@emitted(types.void, PARTS, PARTS, PARTS, PARTS, types.int64, types.int64)
+def _emit_loop(left: Any, headers: Any, panels: Any, out: Any, count: Value, add: Value) -> None:
+    """The loop for each number of rows there is code for, and the choice among them."""
+    emit_for_rows(count, ROW_COUNTS, lambda rows: _Emitter(rows).emit(left, headers, panels, out, count, add))
+
+
+# Called by its address, which passes numbers only.
+def _byte_loop(
+    left: int, left_stride: int, headers: int, header_stride: int, table: int, run: int, stride: int, depth: int,
+    ahead: int, out: int, out_stride: int, count: int, add: int,
+) -> None:  # fmt: skip
+    _emit_loop(
+        (left, left_stride), (headers, header_stride), (table, run, stride, depth, ahead), (out, out_stride), count, add
+    )
+
+
+@cache
+def byte_tile_address() -> int:
+    """The address of the loop, which is compiled by itself."""
+    return address_of(Part(_byte_loop, types.void(*[types.int64] * _ARGUMENTS)))
+
+
+@kernel
+def multiply_byte_tile(
+    address: int, left: Rows, headers: Rows, panels: Panels, out: Rows, count: int, add: int
+) -> None:
+    """out [count, 32] float32 = left [count, at most GROUP numbers] times two panels; added to `out` if `add` is 1.
+
+    address: see `byte_tile_address`
+    headers: of the rows, each of HEADER_BYTES
+    panels:  in steps of four numbers, a multiple of the steps of a run
+    count:   rows, 1 to `microkernel.MAX_ROWS`
+    """
+    where = panels.table, panels.run, panels.stride, panels.depth, panels.ahead
+    rows = left.address, left.stride, headers.address, headers.stride
+    call_loop(address, (*rows, *where, out.address, out.stride, count, add))
+
+
+@kernel
+def round_row(row: Any, integers: Any, header: Any) -> None:
+    """Rounds a row of at most GROUP numbers, a multiple of 4, to integers in the order of quads.
+
+    header: [2] int32, see HEADER_BYTES; the unit of a row with NaN or infinity is NaN
+    """
+    most, total = np.uint32(0), np.int32(0)
+    for i in range(len(row)):
+        bits = bits_of(to_float32(row[i])) & np.uint32(0x7FFFFFFF)  # in the order of magnitudes, NaN above all
+        most = bits if bits > most else most
+    largest, factor = from_bits(most), np.float32(0)
+    unit = largest / np.float32(MOST)
+    if most >= np.uint32(0x7F800000):
+        unit = np.float32(np.nan)
+    elif largest > _SMALLEST:
+        factor = np.float32(MOST) / largest
+    for i in range(len(row)):
+        scaled = to_float32(row[i]) * factor if factor > 0 else np.float32(0)
+        integer = np.int32(bits_of(scaled + _INTEGER)) - _BITS_OF_INTEGER
+        integers[i] = integer
+        total += integer
+    for quad in range(0, len(row), 4):
+        integers[quad + 1], integers[quad + 2] = integers[quad + 2], integers[quad + 1]
+    header[0], header[1] = np.int32(bits_of(unit)), np.int32(-OFFSET) * total
