@@ -58,6 +58,11 @@ class InstructionSet:
         """Whether there is Intel's matrix unit."""
         return "amx-bf16" in self.needs
 
+    @property
+    def has_float16(self) -> bool:
+        """Whether an instruction makes float32 of float16."""
+        return not self.needs.isdisjoint(("f16c", "neon"))
+
     def rows(self, panels: int) -> int:
         """The most rows whose sums with so many panels of 16 columns stay in registers, beside what is multiplied."""
         columns = panels * 16 // self.lanes

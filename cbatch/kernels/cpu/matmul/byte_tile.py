@@ -12,7 +12,7 @@ numbers fit into an int32 whatever they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from numba import types
 from cbatch.kernels.cpu.emit import (
     FLOAT,
     FLOATS,
+    INT16,
     INT32,
     INT64,
     LANES,
@@ -35,7 +36,7 @@ from cbatch.kernels.cpu.emit import (
 from cbatch.kernels.cpu.fast_math import bits_of, from_bits, to_float32
 from cbatch.kernels.cpu.instruction_sets import CHOSEN
 from cbatch.kernels.cpu.jit import Part, address_of, call_loop, kernel
-from cbatch.kernels.cpu.matmul.instructions import add_pairs
+from cbatch.kernels.cpu.matmul.instructions import MANY_REGISTERS, add_integers, split_quads
 from cbatch.kernels.cpu.matmul.microkernel import (
     FEW_ROWS,
     ROW_COUNTS,
@@ -66,7 +67,6 @@ _SMALLEST = np.float32(1e-34)
 """A row of smaller numbers is rounded to zeros: the inverse of its unit would overflow."""
 
 _ARGUMENTS = 13
-_MANY_REGISTERS = 32
 
 
 class _Emitter:
@@ -74,6 +74,11 @@ class _Emitter:
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
+
+    def words(self, places: list[Value], down: Value) -> list[Value]:
+        """A vector of each panel. Where registers are short, it is read again rather than kept."""
+        down = down.hidden() if CHOSEN.registers < MANY_REGISTERS else down
+        return [(place + down).read(WORDS) for place in places]
 
     def emit(self, left: Any, headers: Any, panels: Any, out: Any, count: Value, add: Value) -> None:
         """Code for up to so many rows. If there are fewer, it computes the last one several times."""
@@ -96,18 +101,14 @@ class _Emitter:
                 with for_range(run) as step:
                     for place in further[: 1 if self.num_rows > FEW_ROWS else 2]:
                         emit_prefetch(place + step * ahead)
-                    there = (first + step) * 8
-                    for odd in (0, 1):
-                        down = step * stride
-                        # Where registers are short, bytes are read again rather than kept.
-                        down = down.hidden() if CHOSEN.registers < _MANY_REGISTERS else down
-                        words = [(place + down).read(WORDS) for place in places]
-                        pairs = [(word >> 8 if odd else word) & 0x00FF00FF for word in words]
-                        for row, address in enumerate(rows):
-                            number_pair = read_broadcast(address + there + 4 * odd, INT32)
-                            for i, pair in enumerate(pairs):
+                    here, down = [row + (first + step) * 8 for row in rows], step * stride
+                    for part, weights in enumerate(split_quads(partial(self.words, places, down))):
+                        for row, address in enumerate(here):
+                            kind = INT32 if CHOSEN.pairs else INT16
+                            one = read_broadcast(address + kind.width // 8 * part, kind)
+                            for i, weight in enumerate(weights):
                                 total = sums[row, i]
-                                total.value = add_pairs(total.value, pair, number_pair)
+                                total.value = add_integers(total.value, weight, one, 2)
             targets = {(row, i): Place(outs[row] + which[i] * (LANES * 4)) for row, i in sums}
             found = {}
             for (row, i), total in sums.items():
@@ -116,7 +117,7 @@ class _Emitter:
             for place, value in found.items():  # when all are there: the last row may be there several times
                 targets[place].value = value
 
-        emit_for_panels(self.num_rows, add, emit_panels)
+        emit_for_panels(self.num_rows, not CHOSEN.pairs, add, emit_panels)
 
 
 @emitted(types.void, PARTS, PARTS, PARTS, PARTS, types.int64, types.int64)

@@ -24,14 +24,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import types
 from numpy.typing import NDArray
 
-from cbatch.kernels.cpu.emit import FLOAT, INT16, Value, emitted
+from cbatch.kernels.cpu.emit import INT16, Value, emitted
 from cbatch.kernels.cpu.fast_math import to_float32
 from cbatch.kernels.cpu.jit import kernel, shared
-from cbatch.kernels.cpu.matmul.instructions import takes_bytes
+from cbatch.kernels.cpu.matmul.instructions import float16_to_float32, takes_bytes
 from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, pad_columns
 from cbatch.kernels.formats import (
     BFLOAT16,
@@ -198,8 +197,7 @@ def _unpack_groups(tile: Any, kind: int, lane: int, factor: float, out: Any) -> 
 @emitted(types.float32, types.uint8, types.uint8)
 def _to_float(low: Value, high: Value) -> Value:
     """The float16 of two bytes as float32."""
-    bits = low.to("zext", INT16) | high.to("zext", INT16) << 8
-    return bits.bits(ir.HalfType()).to("fpext", FLOAT)
+    return float16_to_float32(low.to("zext", INT16) | high.to("zext", INT16) << 8)
 
 
 def _in_panels(padded: NDArray[Any]) -> NDArray[Any]:

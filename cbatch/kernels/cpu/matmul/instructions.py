@@ -3,14 +3,18 @@ narrower, and by plain arithmetic where there are none."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 from llvmlite import ir
 
-from cbatch.kernels.cpu.emit import FLOATS, LANES, WORDS, BFloat16, Value, by_parts
+from cbatch.kernels.cpu.emit import FLOAT, FLOATS, INT32, LANES, SHORTS, WORDS, BFloat16, Value, by_parts
 from cbatch.kernels.cpu.instruction_sets import CHOSEN
 
 BFLOATS = ir.VectorType(BFloat16(), 2 * LANES)
 SHORT_PAIRS, QUADS = ir.VectorType(ir.IntType(16), 2 * LANES), ir.VectorType(ir.IntType(8), 4 * LANES)
 """Of pairs of int16, and of four bytes, as many as there are lanes."""
+
+MANY_REGISTERS = 32
 
 MOST_LEFT = 127
 """The largest number of a left-hand row of bytes."""
@@ -62,6 +66,20 @@ def add_integers(total: Value, weights: Value, left: Value, left_bytes: int) -> 
     return (add_pairs if left_bytes == 2 else add_quads if CHOSEN.quads else add_shorts)(total, weights, left)
 
 
+def split_quads(read: Callable[[], list[Value]]) -> Iterator[list[Value]]:
+    """Bytes 0 and 2 of each word and then 1 and 3, as int16, one by one unless pairs are multiplied.
+
+    read: returns the words. It is called for each part: where registers are short, they are not kept
+    """
+    if CHOSEN.pairs:
+        for shift in (0, 8):
+            yield [(words >> shift if shift else words) & 0x00FF00FF for words in read()]
+        return
+    for shift in (0, 16, 8, 24):
+        halves = [(words >> (shift & 16)).to("trunc", SHORTS) for words in read()]
+        yield [half >> 8 if shift & 8 else half & 0xFF for half in halves]
+
+
 def needs_sign(weight: int) -> bool:
     """Whether `add_quads` takes weights as large as that only with a sign, and not with an offset."""
     return ".sdot." in CHOSEN.quads and weight > MOST_LEFT
@@ -75,6 +93,18 @@ def add_shorts(total: Value, quads: Value, left: Value) -> Value:
 
     products = by_parts(CHOSEN.lanes, multiply, quads.bits(QUADS), left.bits(QUADS))
     return (total.bits(SHORT_PAIRS) + products).bits(WORDS)
+
+
+def float16_to_float32(bits: Value) -> Value:
+    """Float32 of the bits of float16, a number or a vector of 16; finite ones."""
+    is_vector = isinstance(bits.type, ir.VectorType)
+    words, floats = (WORDS, FLOATS) if is_vector else (INT32, FLOAT)
+    if CHOSEN.has_float16:
+        half = ir.HalfType()
+        return bits.bits(ir.VectorType(half, LANES) if is_vector else half).to("fpext", floats)
+    wide = bits.to("zext", words)
+    magnitude = ((wide & 0x7FFF) << 13).bits(floats) * 2.0**112  # the exponents' biases differ by 112
+    return (magnitude.bits(words) | (wide & 0x8000) << 16).bits(floats)
 
 
 def look_up(places: Value, table: list[int]) -> Value:

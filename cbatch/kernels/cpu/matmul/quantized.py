@@ -18,7 +18,7 @@ every batch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,17 @@ from cbatch.kernels.cpu.emit import (
 from cbatch.kernels.cpu.instruction_sets import CHOSEN
 from cbatch.kernels.cpu.jit import Part, address_of, call_loop, kernel, shared
 from cbatch.kernels.cpu.matmul.formats import MOST_WEIGHT, OFFSETS, group_bytes, group_size, number_bytes
-from cbatch.kernels.cpu.matmul.instructions import QUADS, add_integers, add_pairs, look_up, most_products, needs_sign
+from cbatch.kernels.cpu.matmul.instructions import (
+    MANY_REGISTERS,
+    QUADS,
+    add_integers,
+    add_pairs,
+    float16_to_float32,
+    look_up,
+    most_products,
+    needs_sign,
+    split_quads,
+)
 from cbatch.kernels.cpu.matmul.microkernel import (
     SECOND_CACHE,
     Ahead,
@@ -66,7 +76,6 @@ MAX_ROWS = min(6, CHOSEN.rows(panels=1))
 ROW_COUNTS = tuple(range(1, MAX_ROWS + 1))
 """Numbers of rows that there is code for: all up to the largest, the sums of which fill the registers."""
 
-_MANY_REGISTERS = 32
 _VECTOR_BYTES = 4 * LANES
 _NUM_ARGUMENTS = 10
 
@@ -185,7 +194,7 @@ class _QuantizedEmitter:
 
     def words(self, there: Value) -> list[Value]:
         """A vector of each panel. Where registers are short, it is read again rather than kept."""
-        place = there.hidden() if CHOSEN.registers < _MANY_REGISTERS else there
+        place = there.hidden() if CHOSEN.registers < MANY_REGISTERS else there
         return [(place + panel * _VECTOR_BYTES).read(WORDS) for panel in self.panels]
 
     def quads(self, there: Value, number: int) -> list[Value]:
@@ -209,26 +218,15 @@ class _QuantizedEmitter:
             along = first + vector
             emit_prefetch(self.coming[0] + self.coming[1] * along, near=SECOND_CACHE)
             for number in range(1 if self.format == INT8 else 2):
-                yield from self.parts(start + along * (2 * _VECTOR_BYTES), number)
-
-    def parts(self, there: Value, number: int) -> Iterator[list[Value]]:
-        """Quads; or bytes 0 and 2 of each word and then 1 and 3, as int16, one by one unless pairs are multiplied."""
-        if self.left_bytes == 1:
-            yield self.quads(there, number)
-        elif CHOSEN.pairs:
-            for shift in (0, 8):
-                yield [(quad >> shift if shift else quad) & 0x00FF00FF for quad in self.quads(there, number)]
-        else:
-            for shift in (0, 16, 8, 24):
-                halves = [(quad >> (shift & 16)).to("trunc", SHORTS) for quad in self.quads(there, number)]
-                yield [half >> 8 if shift & 8 else half & 0xFF for half in halves]
+                read = partial(self.quads, start + along * (2 * _VECTOR_BYTES), number)
+                yield from [read()] if self.left_bytes == 1 else split_quads(read)
 
     def scales(self, start: Value, place: int) -> list[Value]:
         """Numbers of 16 bits of the panels as float32, which lie so far behind the start of a group."""
         addresses = [start + place + panel * (2 * LANES) for panel in self.panels]
         if self.format == MXFP4:
             return [(address.read(SHORTS).to("zext", WORDS) << 16).bits(FLOATS) for address in addresses]
-        return [address.read(ir.VectorType(ir.HalfType(), LANES)).to("fpext", FLOATS) for address in addresses]
+        return [float16_to_float32(address.read(SHORTS)) for address in addresses]
 
     def emit(self, left: Any, weights: Value, groups: Value, ahead: Any, out: Any, add: Value) -> None:
         """Code for all rows. weights: address of the tile; groups: of the depth; ahead: see `Ahead`"""
