@@ -11,7 +11,6 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from ctypes import byref
 from dataclasses import dataclass
 
 import llvmlite.binding as llvm
@@ -36,7 +35,6 @@ class InstructionSet:
     shorts:    the products of pairs of such bytes as int16, which saturate: for small numbers only
     table:     takes bytes from a table of 16
     row_bytes: bytes of a row that are read at once, where products take a lane of a register; else 0
-
     bfloat16_squares, quads_squares: products of two columns with two rows, of twice as many numbers each
     """
 
@@ -78,7 +76,8 @@ def _arm_features() -> Iterator[str]:
     for name, kind, bit in (("DotProd", 16, 20), ("I8MM", 26, 13), ("BF16", 26, 14)):  # 16: AT_HWCAP, 26: AT_HWCAP2
         value = ctypes.c_int(0)
         if sys.platform == "darwin":
-            libc.sysctlbyname(f"hw.optional.arm.FEAT_{name}".encode(), byref(value), byref(size), None, 0)
+            where = ctypes.byref(value), ctypes.byref(size), None, 0
+            libc.sysctlbyname(f"hw.optional.arm.FEAT_{name}".encode(), *where)
         else:
             value.value = libc.getauxval(ctypes.c_ulong(kind)) >> bit & 1
         if value.value:

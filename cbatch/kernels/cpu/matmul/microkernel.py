@@ -210,12 +210,9 @@ def row_sums(
         target.value = sums[place].value
 
 
-def emit_for_panels(num_rows: int, others: bool, zero: Value, emit: Callable[[Sequence[Any]], None]) -> None:
-    """Code for both panels at once, if the sums of so many rows fit into registers; else for one after the other.
-
-    others: registers are needed for others, too
-    """
-    if num_rows <= CHOSEN.rows(panels=2) and not others:
+def emit_for_panels(num_rows: int, alone: bool, zero: Value, emit: Callable[[Sequence[Any]], None]) -> None:
+    """Code for both panels at once, if the sums of so many rows fit into registers; else for one after the other."""
+    if num_rows <= CHOSEN.rows(panels=2) and not alone:
         emit((0, 1))
     else:
         with for_range(zero.constant(2)) as panel:
@@ -277,8 +274,7 @@ class _TileEmitter:
         places: of the panels, and of what is prefetched
         start:  bytes from the beginning of a left-hand row
         """
-        (panels, ahead), parts = places, self.step_bytes // 4
-        at_once = max(1, CHOSEN.row_bytes // self.step_bytes)
+        (panels, ahead), parts, at_once = places, self.step_bytes // 4, max(1, CHOSEN.row_bytes // self.step_bytes)
 
         def weights_of(step: Value) -> Iterator[list[Value]]:
             down, further = (step * stride for stride in strides)

@@ -244,8 +244,8 @@ class _QuantizedEmitter:
                 first = index * left_group_bytes(self.format, self.left_bytes)
                 self.emit_group(sums, weights + index * group_bytes(self.format), [row + first for row in rows])
 
-        others = self.in_pairs or (self.is_single and self.num_rows > 1)
-        emit_for_panels(self.num_rows, others, groups, emit_panels)
+        alone = self.in_pairs or (self.is_single and self.num_rows > 1)  # registers are needed for more than sums
+        emit_for_panels(self.num_rows, alone, groups, emit_panels)
 
     def emit_group(self, sums: Mapping[tuple[int, int], Variable], start: Value, rows: list[Value]) -> None:
         """A group, which begins at `start` in the weights and at these addresses in the rows."""
