@@ -117,6 +117,13 @@ class EngineConfig:
         more="Default: 2,048 on a GPU, 512 on a CPU.",
         low=1,
     )
+    threads: int | None = _engine(
+        None,
+        "Threads that compute on the CPU.",
+        more="Default: one a core, as far as affinity and the quota of a container allow; `cbatch info` says why.",
+        low=1,
+        high=1024,
+    )
     prefix_cache: bool = _engine(True, "Compute the shared beginnings of prompts only once.")
     attention: str = _engine("auto", "Attention backend: auto, cpu, triton or reference.", metavar="NAME")
     deterministic: bool = _engine(

@@ -31,6 +31,7 @@ from cbatch.model.loader import LoadedModel, check_adapters, load_model
 from cbatch.model.lora_files import read_adapters
 from cbatch.requests.input_processor import InputProcessor, ModelInfo, check_adapter, encoded_ids
 from cbatch.requests.output_processor import OutputProcessor
+from cbatch.runtime.cpu import choose_threads, describe_threads
 from cbatch.runtime.device import is_accelerator, pins_memory
 from cbatch.runtime.memory import release_memory
 from cbatch.runtime.transfer import synchronize
@@ -71,6 +72,8 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         adapters = read_adapters(config.lora or {})
         if adapters and loaded is None:
             check_adapters(adapters, plan)
+        if loaded is None:
+            choose_threads(config.threads)
         self.loaded = loaded or load_model(plan)
         self.tokenizer = self.loaded.tokenizer
         fast_model = self.loaded.fast_model if plan.fast else None
@@ -134,6 +137,7 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
             "parameters": f"{model.num_parameters / 1e6:,.1f} million, {format_bytes(model.weight_bytes)}",
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": str(self.device),
+            "threads": describe_threads(),
             "attention": self.attention,
             "context": f"{model.max_model_len:,} tokens",
             "KV cache": f"{limits.cache_tokens:,} tokens in {limits.num_blocks:,} blocks of {limits.block_size}: "

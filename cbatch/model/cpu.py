@@ -40,7 +40,7 @@ from cbatch.model.packed_file import PackedFile
 from cbatch.model.program_model import ProgramModel
 from cbatch.model.stored import StoredWeights
 from cbatch.runtime.batch import Argmax, Logits, RaggedBatch
-from cbatch.runtime.cpu import empty, num_threads
+from cbatch.runtime.cpu import empty, near_weights, num_threads
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.state_pool import StatePool, StepStates
 
@@ -87,7 +87,8 @@ class CpuModel(ProgramModel):
             self._packed = packed = CpuLayout(program, dtype, quantize, self.stored_weights)
         except (TypeError, ValueError, OverflowError) as error:  # what unexpected values of a config.json cause
             raise UnsupportedConfig(f"its config.json is unusual ({error})") from error
-        self._weights = packed.load(tensors, shared)
+        with near_weights(packed.num_bytes):
+            self._weights = packed.load(tensors, shared)
         self.weight_bytes = sum(array.nbytes for array in self._weights if isinstance(array, np.ndarray))
         self.linear_cost = program.linear_cost(self._weights.matrices.nbytes)
         self.formats, self.left_bytes = frozenset(packed.formats), packed.left_bytes

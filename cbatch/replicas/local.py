@@ -19,10 +19,10 @@ from cbatch.base.errors import ConfigError
 from cbatch.base.units import parse_memory
 from cbatch.isolate.worker import Worker, WorkerDied
 from cbatch.replicas.connection import ReplicaLauncher
+from cbatch.runtime.processors import Processors, read_processors
 
 FACTORY = "cbatch.replicas.replica:open_replica"
 
-_SYSTEM = Path("/sys/devices/system")
 _DEVICES = Path("/dev")
 _SIGNS_OF_GPUS = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd", "dri/renderD*")
 """Files of NVIDIA's driver, also in Windows' subsystem for Linux, of AMD's and of Intel's."""
@@ -109,7 +109,8 @@ def find_places(config: EngineConfig, num_replicas: int | None) -> list[Place]:
     """
     devices = _find_devices(config.device)
     if devices is None:
-        return _on_cores(config, len(_nodes()) if num_replicas is None else num_replicas)
+        processors = read_processors()
+        return _on_cores(config, processors, num_replicas or min(len(processors.nodes), processors.num_threads))
     number = len(devices) if num_replicas is None else num_replicas
     if number > len(devices):
         there = {0: "none", 1: "one"}.get(len(devices), f"{len(devices)} of them")
@@ -117,7 +118,7 @@ def find_places(config: EngineConfig, num_replicas: int | None) -> list[Place]:
             f"Each replica needs a GPU of its own: {number} replicas were asked for, and --device {config.device} "
             f"means {there}."
         )
-    threads = _threads(max(len(_physical_cores()) // number, 1))
+    threads = _threads(max(read_processors().num_threads // number, 1))
     return [Place(name, environment=visible | threads) for name, visible in devices[:number]]
 
 
@@ -157,7 +158,7 @@ def _probe(name: str) -> tuple[str, int, bool]:
     return found
 
 
-def _on_cores(config: EngineConfig, number: int) -> list[Place]:
+def _on_cores(config: EngineConfig, processors: Processors, number: int) -> list[Place]:
     import psutil
 
     asked, memory = config.kv_cache_memory or CPU_CACHE_SHARE, None
@@ -165,15 +166,21 @@ def _on_cores(config: EngineConfig, number: int) -> list[Place]:
         # An amount: the percentage of what is free when a replica starts would be another one each time, and the
         # longest sequence that fits is part of what decides a row.
         memory = str(parse_memory(asked, psutil.virtual_memory().available) // number)
-    cores = _physical_cores()
+    cores = processors.cores
     if len(cores) < number:
         cores = [(cpu,) for cpu in chain(*cores)]
     if len(cores) < number:
         return [Place("cpu", (), memory, _threads(1))] * number
-    bounds = [len(cores) * replica // number for replica in range(number + 1)]
-    shares = [cores[start:end] for start, end in pairwise(bounds)]
+    shares = [cores[start:end] for start, end in _shares(len(cores), number)]
+    threads = [_threads(max(end - start, 1)) for start, end in _shares(min(len(cores), processors.num_threads), number)]
     can_bind = hasattr(os, "sched_setaffinity")
-    return [Place("cpu", tuple(chain(*share)) if can_bind else (), memory, _threads(len(share))) for share in shares]
+    cpus = [tuple(chain(*share)) if can_bind else () for share in shares]
+    return [Place("cpu", cpus, memory, threads) for cpus, threads in zip(cpus, threads, strict=True)]
+
+
+def _shares(total: int, number: int) -> list[tuple[int, int]]:
+    """Start and end of each of so many shares, which differ by one at most."""
+    return list(pairwise(total * share // number for share in range(number + 1)))
 
 
 def _threads(number: int) -> dict[str, str]:
@@ -181,32 +188,3 @@ def _threads(number: int) -> dict[str, str]:
     limit = os.environ.get("OMP_NUM_THREADS", "")
     number = min(number, max(int(limit), 1)) if limit.isdecimal() else number
     return dict.fromkeys(_THREAD_VARIABLES, str(number))
-
-
-def _nodes() -> list[set[int]]:
-    """The CPUs of each NUMA node that this process may use."""
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    folders = (_SYSTEM / "node").glob("node[0-9]*")
-    numbers = sorted(int(folder.name.removeprefix("node")) for folder in folders)
-    nodes = [_cpu_list(_SYSTEM / f"node/node{number}/cpulist") & usable for number in numbers]
-    return [node for node in nodes if node] or [usable]
-
-
-def _physical_cores() -> list[tuple[int, ...]]:
-    """The CPUs of each core that this process may use, those of a NUMA node beside each other."""
-    cores = dict[tuple[int, ...], None]()
-    for node in _nodes():
-        for cpu in sorted(node):
-            siblings = _cpu_list(_SYSTEM / f"cpu/cpu{cpu}/topology/thread_siblings_list") & node
-            cores[tuple(sorted(siblings | {cpu}))] = None
-    return list(cores)
-
-
-def _cpu_list(path: Path) -> set[int]:
-    """The numbers in a file such as `0-3,8`; none if there is no such file."""
-    try:
-        parts = path.read_text().strip().split(",")
-    except OSError:
-        return set()
-    ends = [part.split("-") for part in parts if part]
-    return set(chain.from_iterable(range(int(end[0]), int(end[-1]) + 1) for end in ends))

@@ -25,7 +25,7 @@ def test_info_names_versions_model_and_cache(model_folder: Path, capsys: pytest.
     assert run_command(options) == 0
     lines = capsys.readouterr().out.splitlines()
     shown = dict(line.split(maxsplit=1) for line in lines)
-    assert {"cbatch", "python", "torch", "transformers", "model", "device", "attention"} <= shown.keys()
+    assert {"cbatch", "python", "torch", "transformers", "model", "device", "threads", "attention"} <= shown.keys()
     # 2 layers x (keys + values) x 2 heads x 16 dimensions x 4 bytes
     assert "512 bytes a token" in shown["KV"] and "160 tokens in 10 blocks of 16" in shown["KV"]
     assert "(llama)" in shown["model"]

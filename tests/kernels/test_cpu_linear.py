@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from cbatch.kernels.cpu.thread_pool import ThreadPool
 from cbatch.kernels.cpu.work_queue import Worker, claimed
 from cbatch.kernels.formats import BFLOAT16, FLOAT32
 from cbatch.model.ops.cpu_layout import interleaved
+from tests.support.faults import wait_until
 from tests.support.kernels import callable_kernel, lone_worker
 
 pytestmark = pytest.mark.kernels
@@ -166,3 +169,16 @@ def test_every_task_is_done_once() -> None:
         done = np.zeros((50, 7), np.int64)
         thread_pool.run(count_tasks, done)
         assert (done == 1).all()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds no threads")
+def test_the_threads_of_a_pool_stay_where_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the distance of all threads to the weights, also of the one that calls, and once is enough."""
+    bound: list[tuple[str, set[int]]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: bound.append((threading.current_thread().name, cpus)))
+    thread_pool, done = ThreadPool(3, frozenset([0])), np.zeros((2, 7), np.int64)
+    for _ in range(3):
+        thread_pool.run(count_tasks, done)
+    callers = {threading.current_thread().name, "cbatch-cpu-1", "cbatch-cpu-2"}
+    wait_until(lambda: len(bound) == 3)
+    assert {name for name, _ in bound} == callers and all(cpus == {0} for _, cpus in bound)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from cbatch.base.errors import ConfigError
 from cbatch.isolate.worker import WorkerDied
 from cbatch.replicas import local
 from cbatch.replicas.local import Place, find_places
+from cbatch.runtime.processors import read_processors
 
 CPU = EngineConfig(device="cpu")
 
@@ -29,11 +31,11 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
         monkeypatch.delenv(variable, raising=False)
 
     def cpus_of(core: str) -> Sequence[int]:
-        (tmp_path / "list").write_text(core)
-        return local._cpu_list(tmp_path / "list")
+        ends = [part.split("-") for part in core.split(",")]
+        return [cpu for end in ends for cpu in range(int(end[0]), int(end[-1]) + 1)]
 
     def make(*nodes: Sequence[str], usable: Sequence[int] | None = None) -> None:
-        folder = tmp_path / "system"
+        folder = tmp_path / "sys/devices/system"
         for number, cores in enumerate(nodes):
             (folder / f"node/node{number}").mkdir(parents=True)
             (folder / f"node/node{number}/cpulist").write_text(",".join(cores) + "\n")
@@ -44,7 +46,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
                     (topology / "thread_siblings_list").write_text(core + "\n")
         cpus = {cpu for cores in nodes for core in cores for cpu in cpus_of(core)}
         allowed = cpus if usable is None else set(usable)
-        monkeypatch.setattr(local, "_SYSTEM", folder)
+        monkeypatch.setattr(local, "read_processors", partial(read_processors, tmp_path))
         monkeypatch.setattr(local, "_DEVICES", tmp_path / "dev")
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed, raising=False)
         monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None, raising=False)
@@ -102,6 +104,20 @@ def test_only_cores_that_this_process_may_use(machine: Callable[..., None], monk
     assert shares(find_places(CPU, 2)) == [((1,), "1"), ((4, 5, 6), "1")]
     monkeypatch.delattr(os, "sched_setaffinity")
     assert shares(find_places(CPU, 2)) == [((), "1"), ((), "1")]
+
+
+def test_replicas_share_a_quota(machine: Callable[..., None], tmp_path: Path) -> None:
+    """Guards a container with a quota on a large machine: threads beyond it are stopped together in every period."""
+    machine(["0", "1", "2", "3"], ["4", "5", "6", "7"])
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
+    (tmp_path / "proc/self/mountinfo").write_text("30 20 0:28 / /groups rw - cgroup2 cgroup2 rw\n")
+    (tmp_path / "groups").mkdir()
+    (tmp_path / "groups/cpu.max").write_text("300000 100000\n")
+    assert shares(find_places(CPU, 2)) == [((0, 1, 2, 3), "1"), ((4, 5, 6, 7), "2")]
+    (tmp_path / "groups/cpu.max").write_text("100000 100000\n")
+    assert shares(find_places(CPU, 2)) == [((0, 1, 2, 3), "1"), ((4, 5, 6, 7), "1")]
+    assert len(find_places(CPU, None)) == 1
 
 
 def test_replicas_take_the_memory_of_one_engine(machine: Callable[..., None]) -> None:

@@ -13,7 +13,7 @@ import click
 
 from cbatch import __version__
 from cbatch.base.config import EngineConfig
-from cbatch.base.units import format_bytes, format_count
+from cbatch.base.units import format_bytes
 from cbatch.cli.common.configured_command import ConfiguredCommand, display_path
 from cbatch.cli.common.console import emit, safe
 from cbatch.cli.common.loading import open_engine
@@ -78,7 +78,7 @@ def _about_machine(config: EngineConfig) -> dict[str, str]:
     about = {
         "cbatch": __version__,
         "python": f"{platform.python_version()} on {platform.platform()}",
-        "torch": f"{torch.__version__}, {format_count(torch.get_num_threads(), 'thread')}",
+        "torch": torch.__version__,
         "transformers": transformers.__version__,
         **describe_gpus(),
     }

@@ -13,6 +13,7 @@ from typing import Any
 from numba import typeof
 
 from cbatch.kernels.cpu.work_queue import Worker, new_work_queue
+from cbatch.runtime.cpu import bind_thread, near_cpus
 
 _Job = tuple[Callable[..., None], Worker, tuple[Any, ...]]
 
@@ -20,11 +21,13 @@ _Job = tuple[Callable[..., None], Worker, tuple[Any, ...]]
 class ThreadPool:
     """The calling thread and `size` - 1 helper threads, which end when the pool is garbage-collected."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, cpus: frozenset[int] = frozenset()) -> None:
+        """cpus: those that all of these threads stay on; empty: any"""
         self.size = size
+        self._cpus, self._caller = cpus, threading.local()
         self._inboxes: list[SimpleQueue[_Job | None]] = [SimpleQueue() for _ in range(size - 1)]
         threads = [
-            threading.Thread(target=_work, args=(inbox,), name=f"cbatch-cpu-{index}", daemon=True)
+            threading.Thread(target=_work, args=(inbox, cpus), name=f"cbatch-cpu-{index}", daemon=True)
             for index, inbox in enumerate(self._inboxes, 1)
         ]
         for thread in threads:
@@ -45,6 +48,9 @@ class ThreadPool:
 
         The function must find all of its work through the queue: a helper may start after the others have finished.
         """
+        if self._cpus and not hasattr(self._caller, "is_bound"):
+            bind_thread(self._cpus)
+            self._caller.is_bound = True
         queue = new_work_queue()
         try:
             for index, inbox in enumerate(self._inboxes, 1):
@@ -55,13 +61,16 @@ class ThreadPool:
             raise
 
 
-@cache
 def shared_thread_pool(size: int) -> ThreadPool:
-    """The process's pool of that size. Engines take turns, so they can share it."""
-    return ThreadPool(size)
+    """The process's pool of that size, near the weights. Engines take turns, so they can share it."""
+    return _shared_thread_pool(size, near_cpus())
 
 
-def _work(inbox: SimpleQueue[_Job | None]) -> None:
+_shared_thread_pool = cache(ThreadPool)
+
+
+def _work(inbox: SimpleQueue[_Job | None], cpus: frozenset[int]) -> None:
+    bind_thread(cpus)
     while (job := inbox.get()) is not None:
         function, worker, args = job
         del job  # keep nothing of a step while waiting for the next

@@ -148,6 +148,17 @@ class CpuLayout:
             places[kind] += records[kind].itemsize
         return table
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the weights take."""
+        return sum(size * type.itemsize for size, type in self._shapes().values())
+
+    def _shapes(self) -> dict[str, tuple[int, np.dtype[Any]]]:
+        """Length and type of each array of the weights."""
+        element = np.float32 if self.dtype == torch.float32 else np.uint16
+        types = map(np.dtype, (np.uint8, np.float32, np.float32, element, np.int64))
+        return dict(zip(self._sizes, zip(self._sizes.values(), types, strict=True), strict=True))
+
     def load(self, tensors: Tensors, shared: PackedFile | None) -> Weights:
         """The weights as the kernels take them, in memory of this process or mapped.
 
@@ -160,10 +171,7 @@ class CpuLayout:
                 for _ in executor.map(lambda each: each(arrays, tensors), self._fills):
                     pass  # the first error cancels those that wait
 
-        element = np.float32 if self.dtype == torch.float32 else np.uint16
-        types = map(np.dtype, (np.uint8, np.float32, np.float32, element, np.int64))
-        shapes = dict(zip(self._sizes, zip(self._sizes.values(), types, strict=True), strict=True))
-        total = sum(size * type.itemsize for size, type in shapes.values())
+        shapes, total = self._shapes(), self.num_bytes
         if shared is not None and total >= shared.cache.least_bytes:
             try:
                 return Weights(**shared.arrays(shapes, fill))

@@ -6,7 +6,6 @@ slowest mask is done, and its threads cannot be replaced: one endless mask would
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cbatch.runtime import cpu
 from cbatch.sample.structured.grammar import FAILED, OutputState
 from cbatch.sample.structured.token_bitmask import full_bitmask
 
@@ -106,7 +106,7 @@ class MaskFiller:
 
     def __init__(self, num_threads: int | None = None, limit: float = STEP_LIMIT, *, pin: bool = False) -> None:
         """
-        num_threads: None is half of the processors, at most 8
+        num_threads: None is half of those that compute, at most 8
         limit:       seconds that the mask of one state may take
         pin:         put masks in pinned memory, from which a GPU copies while the host goes on
         """
@@ -114,7 +114,7 @@ class MaskFiller:
         self._limit = limit
         self._jobs: queue.SimpleQueue[_MaskJob | None] = queue.SimpleQueue()
         self._job: _MaskJob | None = None
-        self._num_threads = num_threads or max(1, min(8, (os.cpu_count() or 1) // 2))
+        self._num_threads = num_threads or max(1, min(8, cpu.num_threads() // 2))
         self._num_started = 0
 
     def begin(self, places: Sequence[Place]) -> None:

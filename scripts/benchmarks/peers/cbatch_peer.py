@@ -15,15 +15,13 @@ if TYPE_CHECKING:
 
 def make_engine(job: PeerJob) -> Engine:
     """An engine on the CPU. It drafts nothing: random weights repeat themselves more than those of a real model do."""
-    import torch
-
     from cbatch import Engine, EngineConfig
 
-    torch.set_num_threads(job.threads)
     return Engine(
         EngineConfig(
             model=str(job.gguf if job.reads_gguf else job.model),
             device="cpu",
+            threads=job.threads,
             dtype=job.dtype,
             quantize=(job.weights or None) if not job.reads_gguf else None,
             max_seqs=job.max_seqs,
