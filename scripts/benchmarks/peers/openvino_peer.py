@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,9 @@ WEIGHTS = {"bfloat16": "fp16", "float32": "fp32"}
 
 INT4 = ["--sym", "--group-size", "128", "--group-size-fallback", "adjust", "--ratio", "1.0"]
 """All matrices but the embedding and the head, which get int8."""
+
+LIMIT = "ONEDNN_MAX_CPU_ISA"
+"""The environment variable that hides instructions from it. It says that it can bfloat16 all the same, and fails."""
 
 HINTS = {"bfloat16": "bf16", "float32": "f32"}
 """The types it computes in: float32 where the processor has no instructions for bfloat16, which it refuses then."""
@@ -48,7 +52,8 @@ def session(job: PeerJob) -> Iterator[Callable[[PeerWork], PeerResult]]:
     scheduler.dynamic_split_fuse = True
     scheduler.enable_prefix_caching = job.prefix_cache
     can = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    hint = HINTS[job.dtype] if HINTS[job.dtype].upper() in can else "f32"
+    hidden = not any(name in os.environ.get(LIMIT, "BF16").upper() for name in ("BF16", "FP16", "AMX"))
+    hint = HINTS[job.dtype] if HINTS[job.dtype].upper() in can and not hidden else "f32"
     settings = {"INFERENCE_PRECISION_HINT": hint, "INFERENCE_NUM_THREADS": job.threads}
     pipeline = openvino_genai.ContinuousBatchingPipeline(job.converted("openvino"), scheduler, "CPU", settings)
     ids = itertools.count()
