@@ -15,7 +15,7 @@ from numba import types
 from cbatch.kernels.cpu import softmax
 from cbatch.kernels.cpu.emit import INT64, Value
 from cbatch.kernels.cpu.instruction_sets import INSTRUCTION_SETS, InstructionSet
-from cbatch.kernels.cpu.matmul import instructions, microkernel, quantized
+from cbatch.kernels.cpu.matmul import byte_tile, instructions, microkernel, quantized
 from cbatch.kernels.formats import INT4, INT8, IQ4_NL, MXFP4
 
 pytestmark = pytest.mark.kernels
@@ -54,9 +54,10 @@ def assembly(target: llvm.Target, chosen: InstructionSet, kinds: list[Any], emit
 
 
 def inner_loops(code: str) -> list[str]:
-    """Blocks that end with a jump to their own beginning."""
+    """From labels to jumps back to them, without others between."""
     blocks = re.split(r"(?m)^(?=\.LBB)", code)
-    return [block for block in blocks if re.search(rf"\tt?c?bn?z?\S*\s.*{re.escape(block.split(':')[0])}\b", block)]
+    jumps = [re.search(rf"\tt?c?bn?z?\S*\s.*{re.escape(block.split(':')[0])}\b", block) for block in blocks]
+    return [block[: jump.end()] for block, jump in zip(blocks, jumps, strict=True) if jump]
 
 
 FLOAT, BFLOAT = "float32", "bfloat16"
@@ -101,6 +102,21 @@ def test_products_stay_in_registers(
     on_stack = re.findall(r"(?m)^\t(?:ld|st)[rp]\t[qd]\d.*\[sp", loop)  # one of a few constants may be there
     assert len(on_stack) <= len(found) // 50, loop
     assert "\tbl\t" not in code, "a function of C is called"
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_sums_of_a_cache_of_bytes_stay_in_registers(
+    target: llvm.Target, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """Guards the same for the keys and values of a cache of bytes."""
+    for module in (instructions, microkernel, byte_tile):
+        monkeypatch.setattr(module, "CHOSEN", SETS["neon"])
+    tile = byte_tile._Emitter(rows)
+    code = assembly(
+        target, SETS["neon"], [INT64] * 13, lambda *a: tile.emit(a[:2], a[2:4], a[4:9], a[9:11], a[11], a[12])
+    )
+    loop = max(inner_loops(code), key=len)
+    assert len(re.findall("smlal", loop)) == 16 * rows and "ld1r" not in loop and "[sp" not in loop, loop
 
 
 @pytest.mark.parametrize("element", [types.float32, types.uint16], ids=str)

@@ -46,6 +46,7 @@ from cbatch.kernels.cpu.matmul.microkernel import (
     emit_for_rows,
     emit_prefetch,
     read_broadcast,
+    read_number,
 )
 
 GROUP = 256
@@ -104,8 +105,7 @@ class _Emitter:
                     here, down = [row + (first + step) * 8 for row in rows], step * stride
                     for part, weights in enumerate(split_quads(partial(self.words, places, down))):
                         for row, address in enumerate(here):
-                            kind = INT32 if CHOSEN.pairs else INT16
-                            one = read_broadcast(address + kind.width // 8 * part, kind)
+                            one = read_number(address, part, INT32 if CHOSEN.pairs else INT16, limit=8)
                             for i, weight in enumerate(weights):
                                 total = sums[row, i]
                                 total.value = add_integers(total.value, weight, one, 2)

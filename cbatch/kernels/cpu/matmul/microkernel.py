@@ -140,12 +140,12 @@ def read_broadcast(address: Value, kind: Any) -> Value:
     return address.read(kind).broadcast()
 
 
-def read_number(address: Value, number: int, kind: Any, *, alone: bool = False) -> Value:
-    """One of several numbers that begin at an address, in all lanes. alone: the others are not needed"""
+def read_number(address: Value, number: int, kind: Any, *, limit: int = 16) -> Value:
+    """One of several numbers that begin at an address, in all lanes. limit: bytes that may be read at once"""
     size = getattr(kind, "width", 32) // 8
-    if alone or not CHOSEN.row_bytes:
+    at_once = min(CHOSEN.row_bytes, limit) // size
+    if at_once <= 1:
         return read_broadcast(address + size * number, kind)
-    at_once = CHOSEN.row_bytes // size
     place = number % at_once
     return (address + size * (number - place)).read(ir.VectorType(kind, at_once)).shuffle([place] * LANES)
 
@@ -294,7 +294,7 @@ class _TileEmitter:
                 return
             for number, weights in enumerate(vectors):
                 for row, address in enumerate(here):
-                    left = read_number(address, number, FLOAT, alone=count == 1)
+                    left = read_number(address, number, FLOAT, limit=4 if count == 1 else 16)
                     for i, weight in enumerate(weights):
                         total = sums[row, i]
                         total.value = self.multiply_add(total.value, left, weight)
