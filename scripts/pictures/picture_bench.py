@@ -45,9 +45,7 @@ DRAWINGS = {
         "--strategies continuous --rounds 1 --batch-size 6 --requests 24 --input-len 24:96 --output-len 32:96",
         ("step",),
     ),
-    "speculation": Drawing(
-        "rows.jsonl --strategies continuous --batch-size 2 --ablate speculation", ("speculation",), has_rows=True
-    ),
+    "speculation": Drawing("rows.jsonl --strategies continuous,drafts --batch-size 2", ("speculation",), has_rows=True),
     "users": Drawing(
         "--users 64 --rate 4 --duration 20s --think 1s --input-len 16:128 --output-len 16:128", ("users",)
     ),

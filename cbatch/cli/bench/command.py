@@ -40,6 +40,8 @@ def bench(**values: Any) -> Literal[0]:
 def _other_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """The defaults of a preset or a kind of work, for options that nobody has set."""
     found = dict(PRESETS.get(values["preset"] or "", {}))
+    if values["speculate"] == "off" and "strategies" not in found:
+        found["strategies"] = [name for name in values["strategies"] if name != "drafts"]
     if values["skew"] or "skew" in found:
         found = SKEWED_WORK | found
     if values["users"] or values["find_capacity"]:

@@ -140,7 +140,7 @@ def _in_rounds(rounds: int, name: str, run: Callable[[], MeasuredRun], on_progre
 
 def _by_replicas(options: BenchOptions, work: Workload, on_progress: OnProgress) -> tuple[int, list[MeasuredRun]]:
     """How many engines there were, and their runs, once all of them are warm."""
-    config = replace(options.engine, max_seqs=options.batch_size, prefix_cache=False, run_ahead=False)
+    config = replace(options.engine, max_seqs=options.batch_size, prefix_cache=False, run_ahead=False, speculate="off")
     with open_replicas(options.replicas, config, quiet=options.is_silent) as driver:
         while any(one.state == "starting" for one in driver.each()):
             time.sleep(POLL_SECONDS)
@@ -243,7 +243,7 @@ def run_work(driver: BatchDriver, work: Workload) -> MeasuredRun:
 def charts(report: Report) -> Charts:
     """All pictures that there is data for.
 
-    The step is of the last of `side_by_side`; drafts are those of continuous batching, or of the first that has some.
+    The step is of the last of `side_by_side`.
     """
     from cbatch.cli.bench.pictures.curves import plot_speed
     from cbatch.cli.bench.pictures.slots import plot_speculation, plot_timeline, plot_utilisation
@@ -260,8 +260,7 @@ def charts(report: Report) -> Charts:
         found["speed"] = partial(plot_speed, done)
     if pair and (record := list(pair.values())[-1]).example is not None:
         found["step"] = partial(plot_step, record, record.example)
-    ordered = sorted(records.items(), key=lambda item: item[0] != "continuous")
-    if drafted := [record for _, record in ordered if count_drafts(record.steps)[0]]:
+    if drafted := [record for record in records.values() if count_drafts(record.steps)[0]]:
         found["speculation"] = partial(plot_speculation, drafted[0])
     return found
 

@@ -21,8 +21,8 @@ from cbatch.extras import require_package
 if TYPE_CHECKING:
     from cbatch.api import Engine
 
-STRATEGIES = ("none", "static", "continuous")
-ABLATIONS = ("kv-cache", "chunked-prefill", "ragged", "dynamic", "speculation")
+STRATEGIES = ("none", "static", "continuous", "drafts")
+ABLATIONS = ("kv-cache", "chunked-prefill", "ragged", "dynamic")
 PEERS = ("transformers-generate", "transformers-cb")
 """The names in lists. What they name needs torch, for which a shell that completes them need not wait."""
 
@@ -32,8 +32,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """Values of options. article: eight users who get 32 tokens each, with half as many slots."""
 
-SKEWED_WORK = {"requests": 192, "input_len": "24", "output_len": "32", "speculate": "off"}
-"""Values of options for lengths that are skewed. Drafts would make the number of steps depend on the model's text."""
+SKEWED_WORK = {"requests": 192, "input_len": "24", "output_len": "32"}
+"""Values of options for lengths that are skewed."""
 
 SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -82,7 +82,9 @@ class BenchOptions:
     engine: EngineConfig
     replicas: ReplicaOptions
     format: InputForm | None = option(None, "Form of PROMPTS.", shown="by its ending, else jsonl")
-    strategies: Sequence[str] = option(",".join(STRATEGIES), "Strategies to compare.", choices=STRATEGIES, **_NAMES)
+    strategies: Sequence[str] = option(
+        ",".join(STRATEGIES), "Strategies to compare; only drafts uses --speculate.", choices=STRATEGIES, **_NAMES
+    )
     ablate: Sequence[str] = option(
         "", f"Switch off techniques, one at a time: {','.join(ABLATIONS)}.", shown="", choices=ABLATIONS, **_NAMES
     )
@@ -190,12 +192,11 @@ class BenchOptions:
     def _mistakes(self) -> Iterator[tuple[str, bool]]:
         """Sentences about options that do not go together, and whether that is so."""
         has_file, has_replicas, has_others = self.prompts is not None, self.replicas.are_given, self.ablate or self.peer
-        no_drafts = self.engine.speculate == "off"
         yield "The prompts are read twice, so they cannot come from stdin; name a file.", self.prompts == "-"
         yield f"--strategies is a list of {', '.join(STRATEGIES)}, and it is empty.", not self.strategies
         yield (
-            "--ablate speculation has nothing to switch off, because --speculate is off.",
-            no_drafts and "speculation" in self.ablate,
+            "--strategies has drafts, which --speculate off forbids.",
+            self.engine.speculate == "off" and "drafts" in self.strategies,
         )
         if self.skew:
             _ = self.mean_lengths

@@ -108,27 +108,27 @@ class Strategy:
     title:         in tables and pictures
     has_padding:   whether padding needs sequences of its own beside the requests
     whole_prompts: whether every prompt is computed in one step
-    has_drafts:    whether requests may get drafts, if the engine is configured so
+    has_drafts:    whether requests get drafts, as the engine is configured
     """
 
     title: str
     run: Run
     has_padding: bool = False
     whole_prompts: bool = False
-    has_drafts: bool = True
+    has_drafts: bool = False
 
 
 STRATEGIES = {
     "none": Strategy("one by one", lambda recorder, work, slots: run_without_dynamic(recorder, work, 1)),
     "static": Strategy("static batches", run_static, has_padding=True, whole_prompts=True),
     "continuous": Strategy("continuous", run_continuous),
+    "drafts": Strategy("continuous, with drafts", run_continuous, has_drafts=True),
 }
 ABLATIONS = {
     "kv-cache": Strategy("without KV cache", run_without_cache),
     "chunked-prefill": Strategy("without chunked prefill", run_continuous, whole_prompts=True),
     "ragged": Strategy("without ragged batches", run_without_ragged, has_padding=True, whole_prompts=True),
     "dynamic": Strategy("without dynamic scheduling", run_without_dynamic),
-    "speculation": Strategy("without speculation", run_continuous, has_drafts=False),
 }
 
 INTERVAL = 0.002

@@ -92,9 +92,9 @@ def test_defaults_of_experiments(monkeypatch: pytest.MonkeyPatch) -> None:
     skewed = options_of(["--preset", "skewed"], monkeypatch)
     assert (skewed.skew, skewed.requests, skewed.batch_size, skewed.is_curve) == ((1.0,), 384, 16, False)
     assert (skewed.strategies, skewed.mean_lengths) == (["static", "continuous"], (24, 32))
-    assert skewed.engine.speculate == "off"
-    other = options_of(["--preset", "skewed", "--skew", "2,0", "--output-len", "9", "--speculate", "3"], monkeypatch)
-    assert (other.skew, other.mean_lengths, other.is_curve, other.engine.speculate) == ((0.0, 2.0), (24, 9), True, 3)
+    assert options_of(["--speculate", "off"], monkeypatch).strategies == ["none", "static", "continuous"]
+    other = options_of(["--preset", "skewed", "--skew", "2,0", "--output-len", "9"], monkeypatch)
+    assert (other.skew, other.mean_lengths, other.is_curve) == ((0.0, 2.0), (24, 9), True)
     assert options_of(["--preset", "article"], monkeypatch).output_len == "32"
     assert options_of(["--users", "4"], monkeypatch).rounds == 1
     assert options_of(["--users", "32,4,32", "--rounds", "2"], monkeypatch).users == (4, 32)
@@ -123,7 +123,7 @@ def test_lists_complete_in_a_shell() -> None:
         parameter: Any = next(one for one in command.bench.params if option in one.opts)
         return [item.value for item in parameter.shell_complete(click.Context(command.bench), typed)]
 
-    names = ["kv-cache", "chunked-prefill", "ragged", "dynamic", "speculation"]
+    names = ["kv-cache", "chunked-prefill", "ragged", "dynamic"]
     assert complete("--ablate", "") == names
     assert complete("--ablate", "ragged,") == [f"ragged,{name}" for name in names if name != "ragged"]
     assert complete("--strategies", "static,con") == ["static,continuous"] and complete("--peer", "x") == []
