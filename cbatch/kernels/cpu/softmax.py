@@ -29,8 +29,8 @@ from cbatch.kernels.cpu.emit import (
     if_then,
 )
 from cbatch.kernels.cpu.instruction_sets import CHOSEN
-from cbatch.kernels.cpu.matmul.byte_tile import MOST, OFFSET
-from cbatch.kernels.cpu.matmul.quantized import IN_QUADS
+from cbatch.kernels.cpu.matmul.byte_tile import OFFSET
+from cbatch.kernels.cpu.rounding import IN_QUADS, MOST_SHORT, rounded
 
 TILE_TOKENS = 128
 """Tokens whose scores go through the online softmax at once."""
@@ -42,9 +42,6 @@ _SLACK = 11.5
 
 _LOWEST = -126.0
 """Scores further below the reference count as this one, whose weight is the smallest normal float32."""
-
-_SMALLEST = 1e-34
-"""Weights are 0 if all of a row are smaller: the inverse of their unit would overflow."""
 
 _POWERS_OF_2 = {
     types.uint16: (9.570102e-3, 5.591786e-2, 2.4024744e-1, 6.931218e-1, 9.999993e-1),
@@ -167,23 +164,8 @@ def softmax_row(
             store_floats(weight, weights, part, like)
     store_floats(total, last, 1, types.float32)
     if scales is not None:
-        _store_integers(written, weights, scales[2])
-
-
-def _store_integers(numbers: list[Value], target: Value, header: Value) -> None:
-    """Rounds numbers, none of them negative, as `byte_tile.round_row` does."""
-    most = numbers[0].bits(WORDS)
-    for other in (number.bits(WORDS) for number in numbers[1:]):  # in the order of the numbers, NaN above all
-        most = other.is_(">", most).choose(other, most)
-    largest = most.call(f"vector.reduce.smax.v{LANES}i32", result=INT32).bits(FLOAT)
-    is_finite = largest.is_("<", float("inf"))
-    is_normal, factor = is_finite & largest.is_(">", _SMALLEST), (largest.constant(MOST) / largest).broadcast()
-    total = most.constant(0)
-    for part, number in enumerate(numbers):
-        scaled = is_normal.choose(number * factor, None)
-        integers = scaled.call(f"rint.v{LANES}f32").to("fptosi", WORDS)
-        total = total + integers
-        (target + part * LANES * 2).write(integers.shuffle(IN_QUADS).to("trunc", SHORTS))
-    total = total.call(f"vector.reduce.add.v{LANES}i32", result=INT32)
-    header.write(is_finite.choose(largest / largest.constant(MOST), float("nan")))
-    (header + 4).write(total * -OFFSET)
+        found, sum_of_integers, unit = rounded(written, MOST_SHORT)
+        for part, integers in enumerate(found):
+            (weights + part * LANES * 2).write(integers.shuffle(IN_QUADS).to("trunc", SHORTS))
+        scales[2].write(unit)
+        (scales[2] + 4).write(sum_of_integers * -OFFSET)

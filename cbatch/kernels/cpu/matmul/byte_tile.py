@@ -48,12 +48,10 @@ from cbatch.kernels.cpu.matmul.microkernel import (
     read_broadcast,
     read_number,
 )
+from cbatch.kernels.cpu.rounding import MOST_SHORT, SMALLEST
 
 GROUP = 256
 """Numbers of a row whose products are summed as integers."""
-
-MOST = 32767
-"""The largest integer of a row."""
 
 OFFSET = 128
 """How much larger a byte is than what it means."""
@@ -64,8 +62,7 @@ HEADER_BYTES = 8
 _INTEGER, _BITS_OF_INTEGER = np.float32(1.5 * 2**23), np.int32(0x4B400000)
 """The low bits of a smaller number that is added to the first are the nearest integer, ties to even."""
 
-_SMALLEST = np.float32(1e-34)
-"""A row of smaller numbers is rounded to zeros: the inverse of its unit would overflow."""
+_MOST, _SMALLEST = np.float32(MOST_SHORT), np.float32(SMALLEST)
 
 _ARGUMENTS = 13
 
@@ -169,11 +166,11 @@ def round_row(row: Any, integers: Any, header: Any) -> None:
         bits = bits_of(to_float32(row[i])) & np.uint32(0x7FFFFFFF)  # in the order of magnitudes, NaN above all
         most = bits if bits > most else most
     largest, factor = from_bits(most), np.float32(0)
-    unit = largest / np.float32(MOST)
+    unit = largest / _MOST
     if most >= np.uint32(0x7F800000):
         unit = np.float32(np.nan)
     elif largest > _SMALLEST:
-        factor = np.float32(MOST) / largest
+        factor = _MOST / largest
     for i in range(len(row)):
         scaled = to_float32(row[i]) * factor if factor > 0 else np.float32(0)
         integer = np.int32(bits_of(scaled + _INTEGER)) - _BITS_OF_INTEGER

@@ -21,7 +21,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 
@@ -47,6 +46,7 @@ from cbatch.kernels.cpu.jit import Part, address_of, call_loop, kernel, shared
 from cbatch.kernels.cpu.matmul.formats import MOST_WEIGHT, OFFSETS, group_bytes, group_size, number_bytes
 from cbatch.kernels.cpu.matmul.instructions import (
     MANY_REGISTERS,
+    MOST_LEFT,
     QUADS,
     add_integers,
     add_pairs,
@@ -69,6 +69,7 @@ from cbatch.kernels.cpu.matmul.microkernel import (
     read_number,
     row_sums,
 )
+from cbatch.kernels.cpu.rounding import IN_QUADS, MOST_SHORT, rounded
 from cbatch.kernels.formats import GROUP, INT4_ZEROS, INT8, LEVELS, MXFP4
 
 MAX_ROWS = min(6, CHOSEN.rows(panels=1))
@@ -80,12 +81,6 @@ _VECTOR_BYTES = 4 * LANES
 _NUM_ARGUMENTS = 10
 
 _LINE = 64
-
-_ZERO_BELOW = float(np.float32(1e-34))
-"""A group of smaller numbers is quantized to zeros: the inverse of its scale would overflow a float32."""
-
-IN_QUADS = [4 * (lane // 4) + (0, 2, 1, 3)[lane % 4] for lane in range(LANES)]
-"""The order of int16: of four numbers each, the second and the third change places."""
 
 
 @shared
@@ -108,28 +103,15 @@ def whole_lines(size: int) -> int:
 
 def _emit_row_group(like: Any, left_bytes: int, group: int, weights: Value, source: Value, target: Value) -> None:
     """Quantizes the group of 32 or 16 numbers at an address to another address."""
-    most, width = 127 if left_bytes == 1 else 32767, like.bitwidth
+    width, number = like.bitwidth, ir.VectorType(ir.IntType(8 * left_bytes), LANES)
     starts = [source + start * width // 8 for start in range(0, group, LANES)]
     halves = [start.read(ir.VectorType(ir.IntType(width), LANES)) for start in starts]
     halves = halves if width == 32 else [half.to("zext", WORDS) << 16 for half in halves]
-    larger, *others = (half & 0x7FFFFFFF for half in halves)
-    for other in others:
-        larger = Value(other.builder, other.builder.icmp_unsigned(">", larger.of, other.of)).choose(larger, other)
-    largest = larger.call(f"vector.reduce.umax.v{LANES}i32", result=INT32).bits(FLOAT)
-    is_finite = largest.is_("<", float("inf"))
-    is_normal, factors = is_finite & largest.is_(">", _ZERO_BELOW), (largest.constant(most) / largest).broadcast()
-    sums = []
-    for half, bits in enumerate(halves):
-        scaled = bits.bits(FLOATS) * factors
-        scaled = is_normal.choose(scaled, None)
-        integers = scaled.call(f"rint.v{LANES}f32").to("fptosi", WORDS)
-        sums.append(integers)
-        narrow = (integers.shuffle(IN_QUADS) if left_bytes == 2 else integers).to(
-            "trunc", ir.VectorType(ir.IntType(8 * left_bytes), LANES)
-        )
-        (target + half * LANES * left_bytes).write(narrow)
-    total = (sums[0] + sums[1] if len(sums) > 1 else sums[0]).call(f"vector.reduce.add.v{LANES}i32", result=INT32)
-    (target + group * left_bytes).write(is_finite.choose(largest / largest.constant(most), float("nan")))
+    found, total, unit = rounded([half.bits(FLOATS) for half in halves], MOST_LEFT if left_bytes == 1 else MOST_SHORT)
+    for half, integers in enumerate(found):
+        ordered = integers.shuffle(IN_QUADS) if left_bytes == 2 else integers
+        (target + half * LANES * left_bytes).write(ordered.to("trunc", number))
+    (target + group * left_bytes).write(unit)
     word = (-total.to("sitofp", FLOAT)).bits(INT32)
     for kind, offset in OFFSETS.items():
         word = weights.is_("==", kind).choose(total * -offset, word)
