@@ -31,6 +31,7 @@ PROCESSORS = {"neon": "neoverse-n1", "neon-dotprod": "neoverse-n1", "neon-i8mm":
 """By instruction set. The first has more, because torch needs it."""
 
 TESTS = (
+    "tests/kernels/test_work_queue.py",
     "tests/kernels/test_cpu_linear.py",
     "tests/kernels/test_cpu_quantized.py",
     "tests/attention/test_cpu_attention.py",

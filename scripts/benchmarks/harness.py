@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = {
     "attention": "scripts.benchmarks.attention",
     "chat": "scripts.benchmarks.chat",
+    "company": "scripts.benchmarks.company",
     "estimates": "scripts.benchmarks.estimates",
     "fairness": "scripts.benchmarks.long_prompt",
     "forms": "scripts.benchmarks.forms",

@@ -12,7 +12,7 @@ import pytest
 from llvmlite import ir
 from numba import types
 
-from cbatch.kernels.cpu import softmax
+from cbatch.kernels.cpu import softmax, work_queue
 from cbatch.kernels.cpu.emit import INT64, Value
 from cbatch.kernels.cpu.instruction_sets import INSTRUCTION_SETS, InstructionSet
 from cbatch.kernels.cpu.matmul import byte_tile, instructions, microkernel, quantized
@@ -128,3 +128,11 @@ def test_the_softmax_calls_no_function(target: llvm.Target, monkeypatch: pytest.
     whole = assembly(target, SETS["neon-i8mm"], kinds, lambda *a: emit(*a[:5], None, a[8:]))
     rounded = assembly(target, SETS["neon-i8mm"], kinds, lambda *a: emit(*a[:5], a[5:8], a[8:]))
     assert "\tbl\t" not in whole + rounded and ("bfcvt" in whole) == (element == types.uint16)
+
+
+def test_the_clock_of_yields(target: llvm.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the counter that programs may read, and its frequency; another one would end the process."""
+    monkeypatch.setattr(work_queue, "IS_X86", False)
+    monkeypatch.setattr(work_queue, "IS_ARM", True)
+    code = assembly(target, SETS["neon"], [INT64], work_queue._millisecond._defn.__wrapped__)
+    assert re.findall(r"mrs\s+\w+, (\w+)", code) == ["CNTVCT_EL0", "CNTFRQ_EL0"], code

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from typing import Any
 
 import numpy as np
@@ -13,17 +11,14 @@ from numpy.typing import NDArray
 
 from cbatch.kernels.cpu import fast_math
 from cbatch.kernels.cpu.activation import SILU, ActivationParams
-from cbatch.kernels.cpu.jit import entry
 from cbatch.kernels.cpu.matmul import amx, linear
 from cbatch.kernels.cpu.matmul.formats import pack_weight
 from cbatch.kernels.cpu.matmul.linear import ADD, GATED, WRITE, PackedMatrix, new_linear_workspace
 from cbatch.kernels.cpu.matmul.microkernel import MAX_ROWS, prefetch_ahead
-from cbatch.kernels.cpu.thread_pool import ThreadPool
-from cbatch.kernels.cpu.work_queue import Worker, claimed
+from cbatch.kernels.cpu.work_queue import lone_worker
 from cbatch.kernels.formats import BFLOAT16, FLOAT32
 from cbatch.model.ops.cpu_layout import interleaved
-from tests.support.faults import wait_until
-from tests.support.kernels import callable_kernel, lone_worker
+from tests.support.kernels import callable_kernel
 
 pytestmark = pytest.mark.kernels
 
@@ -153,32 +148,3 @@ def test_rounding_to_bfloat16() -> None:
         found = as_float(np.array([round_to_bfloat16(x) for x in numbers], np.uint16))
     np.testing.assert_array_equal(found, expected)
     assert np.isnan(as_float(np.array([round_to_bfloat16(np.float32(np.nan))], np.uint16)))[0]
-
-
-@entry
-def count_tasks(worker: Worker, done: Any) -> None:
-    for phase in range(len(done)):
-        for task in claimed(worker, phase, done.shape[1]):
-            done[phase, task] += 1
-
-
-def test_every_task_is_done_once() -> None:
-    """Guards the work queue against tasks that are lost or done twice, with more threads than processors."""
-    thread_pool = ThreadPool(4)
-    for _ in range(20):
-        done = np.zeros((50, 7), np.int64)
-        thread_pool.run(count_tasks, done)
-        assert (done == 1).all()
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds no threads")
-def test_the_threads_of_a_pool_stay_where_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the distance of all threads to the weights, also of the one that calls, and once is enough."""
-    bound: list[tuple[str, set[int]]] = []
-    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: bound.append((threading.current_thread().name, cpus)))
-    thread_pool, done = ThreadPool(3, frozenset([0])), np.zeros((2, 7), np.int64)
-    for _ in range(3):
-        thread_pool.run(count_tasks, done)
-    callers = {threading.current_thread().name, "cbatch-cpu-1", "cbatch-cpu-2"}
-    wait_until(lambda: len(bound) == 3)
-    assert {name for name, _ in bound} == callers and all(cpus == {0} for _, cpus in bound)

@@ -13,13 +13,14 @@ from cbatch.kernels.cpu.activation import GELU, SILU, ActivationParams
 from cbatch.kernels.cpu.matmul import linear, lora
 from cbatch.kernels.cpu.matmul.formats import pack_weight
 from cbatch.kernels.cpu.matmul.linear import ACTIVATED, GATED, WRITE, PackedMatrix, new_linear_workspace
+from cbatch.kernels.cpu.work_queue import lone_worker
 from cbatch.kernels.formats import FLOAT32
 from cbatch.model.lora.cpu import CpuAdapters
 from cbatch.model.lora.sites import Site
 from cbatch.model.lora_files import LowRank
 from cbatch.model.ops.all import Activation, Linear, Matrix, Weight
 from cbatch.model.ops.cpu_layout import interleaved
-from tests.support.kernels import callable_kernel, lone_worker
+from tests.support.kernels import callable_kernel
 
 pytestmark = pytest.mark.kernels
 

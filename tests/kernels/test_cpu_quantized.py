@@ -27,7 +27,7 @@ from cbatch.kernels.cpu.matmul.formats import (
 from cbatch.kernels.cpu.matmul.linear import ADD, WRITE, PackedMatrix, new_linear_workspace
 from cbatch.kernels.cpu.matmul.microkernel import Ahead, Rows
 from cbatch.kernels.cpu.matmul.quantized import multiply_quantized, quantize_row, quantized_row_bytes
-from cbatch.kernels.cpu.work_queue import Worker
+from cbatch.kernels.cpu.work_queue import Worker, lone_worker
 from cbatch.kernels.formats import (
     GROUP,
     INT4,
@@ -42,7 +42,7 @@ from cbatch.kernels.formats import (
     group_of,
     quantized,
 )
-from tests.support.kernels import callable_kernel, lone_worker
+from tests.support.kernels import callable_kernel
 from tests.support.samples import sampled
 
 pytestmark = pytest.mark.kernels

@@ -20,10 +20,10 @@ from cbatch.kernels.cpu.norm import NO_NORM, RMS_NORM, NormParams
 from cbatch.kernels.cpu.recurrent import Recurrence
 from cbatch.kernels.cpu.tensors import as_array
 from cbatch.kernels.cpu.thread_pool import ThreadPool
-from cbatch.kernels.cpu.work_queue import Worker
+from cbatch.kernels.cpu.work_queue import Worker, lone_worker
 from cbatch.model.ops.device_kernel import by_torch
 from scripts.gpu import bound_kernels
-from tests.support.kernels import callable_kernel, lone_worker
+from tests.support.kernels import callable_kernel
 from tests.support.samples import sampled
 
 TORCH = bound_kernels.BoundKernels(by_torch())

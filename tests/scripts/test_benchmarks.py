@@ -12,9 +12,11 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import psutil
 import pytest
+import torch
 
-from scripts.benchmarks import products, rounding
+from scripts.benchmarks import company, products, rounding
 from scripts.benchmarks.harness import BENCHMARKS, by_turns, main, median_by_name, parse
 from scripts.benchmarks.lengths import mean_longest, read_lengths
 from scripts.benchmarks.long_prompt import Gap, Pause, ratio_of
@@ -63,6 +65,16 @@ def test_the_host_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     main(["host", "--share", "--shape", "tiny", "--rounds", "2"])
     a_round, last = capsys.readouterr().out.splitlines()
     assert "ms a step" in a_round and 0 < float(last.removesuffix("%").rpartition(" ")[2]) < 100
+
+
+def test_the_company_of_busy_processes(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the figures by their names, and that no neighbour is left."""
+    monkeypatch.setattr(company, "WORK", {"prompts": (1, 4, 1)})
+    before = torch.get_num_threads()
+    found = measure("company --shape tiny --rounds 1 --threads 2")
+    torch.set_num_threads(before)
+    assert found["prompts"].keys() == {"alone", "in_company", "of_fair"} and found["prompts"]["alone"] > 0
+    assert not psutil.Process().children()
 
 
 def test_lengths_of_every_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,6 @@ from numba import njit
 from torch import Tensor
 
 from cbatch.kernels.cpu.jit import OPTIONS
-from cbatch.kernels.cpu.work_queue import Worker, new_work_queue
 from tests.support.device import DEVICE
 
 
@@ -20,11 +19,6 @@ def callable_kernel(kernel: Any) -> Callable[..., Any]:
     """A kernel, compiled by itself."""
     compiled: Callable[..., Any] = njit(**OPTIONS)(kernel.py_func)
     return compiled
-
-
-def lone_worker() -> Worker:
-    """A thread that runs a kernel alone."""
-    return Worker(new_work_queue(), 0)
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

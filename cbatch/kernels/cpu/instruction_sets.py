@@ -84,10 +84,10 @@ def _arm_features() -> Iterator[str]:
             yield name.lower()
 
 
-_IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
+IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
 
 HOST_FEATURES = frozenset(name for name, is_there in llvm.get_host_cpu_features().items() if is_there)
-if _IS_ARM:
+if IS_ARM:
     HOST_FEATURES |= set(_arm_features())
 
 _FAMILIES = ("amx", "avx10", "avx512", "avxvnni")
@@ -151,7 +151,7 @@ def _choose() -> tuple[InstructionSet, frozenset[str]]:
         raise ConfigError(f"{VARIABLE} is {name!r}, but this processor has {', '.join(usable)}.")
     chosen = usable[name] if name else next(iter(usable.values()))
     features = HOST_FEATURES - (_hidden_by(chosen) if name else frozenset())
-    if name or _IS_ARM:  # else numba asks LLVM
+    if name or IS_ARM:  # else numba asks LLVM
         signs = ("+" if each in features else "-" for each in sorted(HOST_FEATURES))
         config.CPU_FEATURES = ",".join(f"{sign}{each}" for sign, each in zip(signs, sorted(HOST_FEATURES), strict=True))
     return chosen, features

@@ -24,7 +24,7 @@ from cbatch.kernels.cpu.matmul.lora import LoraStep
 from cbatch.kernels.cpu.norm import NormParams
 from cbatch.kernels.cpu.paged_kv import AttentionPlan, AttentionWorkspace, PagedCaches
 from cbatch.kernels.cpu.recurrent import Recurrence
-from cbatch.kernels.cpu.work_queue import Worker, new_work_queue
+from cbatch.kernels.cpu.work_queue import Worker, lone_worker
 
 ROWS_PER_TASK = 8
 """Rows of a task, for what is done row by row."""
@@ -143,7 +143,7 @@ class Instruction:
 
 def parts_of(records: Mapping[Instruction, NDArray[Any]], step: Step) -> dict[Instruction, Part]:
     """The functions compiled for instructions with such records, and for steps of these types."""
-    worker, shared = typeof(Worker(new_work_queue(), 0)), typeof(step)
+    worker, shared = typeof(lone_worker()), typeof(step)
     return {
         kind: Part(kind.function, types.int64(worker, types.int64, typeof(array).dtype, shared))
         for kind, array in records.items()

@@ -12,7 +12,7 @@ from typing import Any
 
 from numba import typeof
 
-from cbatch.kernels.cpu.work_queue import Worker, new_work_queue
+from cbatch.kernels.cpu.work_queue import Worker, lone_worker, new_workers
 from cbatch.runtime.cpu import bind_thread, near_cpus
 
 _Job = tuple[Callable[..., None], Worker, tuple[Any, ...]]
@@ -40,7 +40,7 @@ class ThreadPool:
         What an entry calls by its address was compiled for the same types, and nothing else would notice.
         """
         entry.disable_compile(False)
-        entry.compile(tuple(typeof(argument) for argument in (Worker(new_work_queue(), 0), *args)))
+        entry.compile(tuple(typeof(argument) for argument in (lone_worker(), *args)))
         entry.disable_compile()
 
     def run(self, function: Callable[..., None], *args: Any) -> None:
@@ -51,13 +51,13 @@ class ThreadPool:
         if self._cpus and not hasattr(self._caller, "is_bound"):
             bind_thread(self._cpus)
             self._caller.is_bound = True
-        queue = new_work_queue()
+        own, *others = new_workers(self.size)
         try:
-            for index, inbox in enumerate(self._inboxes, 1):
-                inbox.put((function, Worker(queue, index), args))
-            function(Worker(queue, 0), *args)
+            for inbox, worker in zip(self._inboxes, others, strict=True):
+                inbox.put((function, worker, args))
+            function(own, *args)
         except BaseException:  # an interruption: helpers must not be at work when the caller goes on
-            function(Worker(queue, 0), *args)
+            function(own, *args)
             raise
 
 

@@ -4,8 +4,12 @@ A step is a sequence of phases; a phase is a number of tasks that may run in any
 its phase. The phase ends when all of its tasks are complete, whichever threads ran them. So a thread that arrives late,
 or that the system suspends between two tasks, delays nobody: the other threads do the work.
 
-The queue is 16 int64. The first holds the current phase and its next task; the ninth, in a cache line of its own,
-counts the completed tasks.
+One that is suspended in the middle of a task delays all of them, for as long as another process has its processor. So
+threads offer theirs between two tasks about once a millisecond, which is before the system takes it away.
+
+The queue is int64 in cache lines: the first number of the first holds the current phase and its next task, that of the
+second counts the completed tasks, and that of each thread's line is the millisecond in which it last offered its
+processor.
 """
 
 from __future__ import annotations
@@ -21,9 +25,13 @@ from numba.core import cgutils
 from numpy.typing import NDArray
 
 from cbatch.kernels.cpu.emit import INT64, Value, emitted
+from cbatch.kernels.cpu.instruction_sets import IS_ARM
 from cbatch.kernels.cpu.jit import IS_X86, kernel
 
-_DONE = 8 * 8
+_LINE = 8
+"""Numbers in a cache line."""
+
+_DONE = 8 * _LINE
 """Bytes from the first number to the ninth."""
 
 _PHASE_SHIFT = 32
@@ -31,6 +39,9 @@ _PHASE_SHIFT = 32
 
 _SPINS_BEFORE_YIELD = 4096
 """How often a thread that waits for the end of a phase looks before it yields its processor."""
+
+_GIVES_WAY = sys.platform == "linux"
+"""Not known to help elsewhere."""
 
 _yield = types.ExternalFunction("SwitchToThread" if sys.platform == "win32" else "sched_yield", types.int32())
 
@@ -42,8 +53,15 @@ class Worker(NamedTuple):
     thread: int
 
 
-def new_work_queue() -> NDArray[np.int64]:
-    return np.zeros(16, np.int64)
+def new_workers(count: int) -> list[Worker]:
+    """The threads of a new step."""
+    queue = np.zeros((2 + count) * _LINE, np.int64)
+    return [Worker(queue, thread) for thread in range(count)]
+
+
+def lone_worker() -> Worker:
+    """A thread that runs a step alone."""
+    return new_workers(1)[0]
 
 
 @emitted(types.int64, types.int64)
@@ -77,6 +95,33 @@ def _pause(queue: Value) -> None:
         queue.builder.call(cgutils.get_or_insert_function(queue.builder.module, kind, "llvm.x86.sse2.pause"), [])
 
 
+@emitted(types.int64, types.int64)
+def _millisecond(queue: Value) -> Any:
+    """A number that grows about once a millisecond, of the processor's counter: it is read without a call."""
+    kind, builder = ir.FunctionType(INT64, []), queue.builder
+    if IS_X86:  # its counter has 2 to 5 GHz
+        counter = cgutils.get_or_insert_function(builder.module, kind, "llvm.readcyclecounter")
+        return Value(builder, builder.call(counter, [])) >> 21
+    if not IS_ARM:
+        return queue.constant(0)
+    read = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(INT64, [ir.MetaDataType()]), "llvm.read_volatile_register.i64"
+    )
+    names = (builder.module.add_metadata([name]) for name in ("cntvct_el0", "cntfrq_el0"))
+    count, frequency = (Value(builder, builder.call(read, [name])) for name in names)
+    return count // (frequency >> 10)
+
+
+@kernel
+def _give_way(worker: Worker) -> None:
+    place = np.int64(worker.queue.ctypes.data) + 8 * _LINE * (2 + worker.thread)
+    before, now = _load(place), _millisecond(place)
+    if now != before:
+        _store(place, now)
+        if before:
+            _yield()
+
+
 @kernel
 def _claim(worker: Worker, phase: int, num_tasks: int, done: int) -> int:
     """Claims the next task; returns -1 once all of them are complete.
@@ -87,6 +132,8 @@ def _claim(worker: Worker, phase: int, num_tasks: int, done: int) -> int:
     if done >= 0 and _fetch_add(queue + _DONE, 1) == num_tasks - 1:
         _store(queue + _DONE, 0)
         _store(queue, (phase + 1) << _PHASE_SHIFT)
+    if _GIVES_WAY and done % 8 == 7:  # -1, too
+        _give_way(worker)
     while True:
         ticket = _load(queue)
         if ticket >> _PHASE_SHIFT != phase:
