@@ -34,8 +34,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-import psutil
-
+from cbatch.runtime.processors import read_processors
 from scripts.benchmarks.harness import Report, at_least_one, machine_facts
 from scripts.benchmarks.peers.process import PeerProcess, call, disturbance, interpreter
 from scripts.benchmarks.peers.work import PeerJob, PeerWork, make_equal_work, make_model, make_once, make_work
@@ -282,12 +281,6 @@ def names_from(known: list[str], **groups: list[str]) -> Callable[[str], list[st
     return parse
 
 
-def default_threads() -> int:
-    """One for each physical core that this process may use."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(psutil.cpu_count(logical=False) or allowed, allowed)
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     ways = [name for name in PEERS if name.startswith(TRANSFORMERS)]
@@ -302,7 +295,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     add("--rounds", type=at_least_one, default=3, help="how often each system does all (3); medians count")
     add("--python", type=interpreter, action="append", default=[], metavar="NAME=PATH", help="interpreter of a system")
-    add("--threads", type=at_least_one, default=default_threads(), help="threads of each system (%(default)s)")
+    add(
+        "--threads",
+        type=at_least_one,
+        default=read_processors().num_threads,
+        help="threads of each system (%(default)s)",
+    )
     add("--work-dir", type=Path, default=cache / "cbatch-peers", help="where models are kept (%(default)s)")
     add("--results", type=Path, default=Path("grid.json"), help="file that figures are added to (%(default)s)")
     add("--table", action="store_true", help="only print what has been measured")
