@@ -134,5 +134,5 @@ def test_the_clock_of_yields(target: llvm.Target, monkeypatch: pytest.MonkeyPatc
     """Guards the counter that programs may read, and its frequency; another one would end the process."""
     monkeypatch.setattr(work_queue, "IS_X86", False)
     monkeypatch.setattr(work_queue, "IS_ARM", True)
-    code = assembly(target, SETS["neon"], [INT64], work_queue._millisecond._defn.__wrapped__)
+    code = assembly(target, SETS["neon"], [INT64], work_queue._microseconds._defn.__wrapped__)
     assert re.findall(r"mrs\s+\w+, (\w+)", code) == ["CNTVCT_EL0", "CNTFRQ_EL0"], code

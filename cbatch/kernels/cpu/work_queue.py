@@ -8,8 +8,7 @@ One that is suspended in the middle of a task delays all of them, for as long as
 threads offer theirs between two tasks about once a millisecond, which is before the system takes it away.
 
 The queue is int64 in cache lines: the first number of the first holds the current phase and its next task, that of the
-second counts the completed tasks, and that of each thread's line is the millisecond in which it last offered its
-processor.
+second counts the completed tasks, and that of each thread's line is when it last offered its processor.
 """
 
 from __future__ import annotations
@@ -42,6 +41,9 @@ _SPINS_BEFORE_YIELD = 4096
 
 _GIVES_WAY = sys.platform == "linux"
 """Not known to help elsewhere."""
+
+_MICROSECONDS_OF_OWN = 1300
+"""How long a thread computes before it offers its processor."""
 
 _yield = types.ExternalFunction("SwitchToThread" if sys.platform == "win32" else "sched_yield", types.int32())
 
@@ -96,12 +98,12 @@ def _pause(queue: Value) -> None:
 
 
 @emitted(types.int64, types.int64)
-def _millisecond(queue: Value) -> Any:
-    """A number that grows about once a millisecond, of the processor's counter: it is read without a call."""
+def _microseconds(queue: Value) -> Any:
+    """Microseconds, roughly, by the processor's counter, which is read without a call."""
     kind, builder = ir.FunctionType(INT64, []), queue.builder
     if IS_X86:  # its counter has 2 to 5 GHz
         counter = cgutils.get_or_insert_function(builder.module, kind, "llvm.readcyclecounter")
-        return Value(builder, builder.call(counter, [])) >> 21
+        return Value(builder, builder.call(counter, [])) >> 11
     if not IS_ARM:
         return queue.constant(0)
     read = cgutils.get_or_insert_function(
@@ -109,17 +111,18 @@ def _millisecond(queue: Value) -> Any:
     )
     names = (builder.module.add_metadata([name]) for name in ("cntvct_el0", "cntfrq_el0"))
     count, frequency = (Value(builder, builder.call(read, [name])) for name in names)
-    return count // (frequency >> 10)
+    return count // (frequency >> 20)
 
 
 @kernel
 def _give_way(worker: Worker) -> None:
     place = np.int64(worker.queue.ctypes.data) + 8 * _LINE * (2 + worker.thread)
-    before, now = _load(place), _millisecond(place)
-    if now != before:
+    since, now = _load(place), _microseconds(place)
+    if since == 0:
         _store(place, now)
-        if before:
-            _yield()
+    elif now - since >= _MICROSECONDS_OF_OWN:
+        _yield()
+        _store(place, _microseconds(place))
 
 
 @kernel
