@@ -41,7 +41,7 @@ TESTS = (
 
 
 def pinned_requirements() -> list[str]:
-    """What the project and its tests need on an ARM, in this environment's versions."""
+    """The packages that the project and its tests need on an ARM, in this environment's versions."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     found: dict[str, str] = {}
     waiting = [*project["dependencies"], "pytest", "hypothesis"]

@@ -184,8 +184,8 @@ def _warn_once(sentence: str) -> None:
 def _kernels_widen_bfloat16() -> bool:
     """Whether the CPU's kernels are fast with bfloat16 weights where no instruction multiplies them.
 
-    With AVX-512, one request is 1.6 times as fast as in float32, 16 are 1.2 times, and a prompt takes 3% longer. With
-    AVX2, fewer rows share what is widened, and a prompt takes 1.8 times as long.
+    They are widened in registers, for all rows that are multiplied at once: half the bytes are read, and products take
+    as long as in float32. Without any special instructions, registers hold too few rows for that.
     """
     from cbatch.kernels.cpu.instruction_sets import CHOSEN
 

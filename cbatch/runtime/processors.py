@@ -31,7 +31,7 @@ Core = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Processors:
-    """What this process may compute on.
+    """The processors that this process may compute on.
 
     nodes:    the cores of each NUMA node, by its number
     quota:    CPU time that it may take, in cores; infinite if nothing limits it

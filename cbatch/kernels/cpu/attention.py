@@ -1,8 +1,9 @@
 """Attention over the paged cache, without copying keys or values.
 
-Keys and values lie in panels (see `paged_kv`), so scores and weighted sums use the same microkernel as all products.
-While it multiplies with one tile, it prefetches the next, which may be that of the next task: a decoding request reads
-each key once, and would wait for memory otherwise. Functions that run for each tile are inlined, because their many
+Keys and values lie in panels (see `paged_kv`), so scores and weighted sums use the same microkernel as all products; a
+cache of bytes has its own (see `byte_tile`). While keys of a tile are multiplied, its values are prefetched, and
+meanwhile with these the keys of the next tile, which may be that of the next task: a decoding request reads each key
+once, and would wait for memory otherwise. Functions that run for each tile are inlined, because their many
 arguments would take as long to pass as a tile of few rows takes to compute.
 Tiles of 128 tokens, at fixed positions of the sequence, go through the online softmax one after the other (see
 `softmax`), and splits of 512 tokens are merged. So a token's result has the same bits however its sequence was cut into
@@ -111,16 +112,14 @@ def _compute_scores(
     now:       which of the panels are those of the tile
     """
     panels, runs, like = scratch.panels[now], scratch.runs, scratch.stored[0, 0]
-    itemsize = scratch.stored.itemsize
-    pair = 1 if itemsize == 4 else 2
-    stride, depth = LANES * pair * itemsize, kv.key_dim // pair
+    depth = kv.key_dim * scratch.stored.itemsize // 4
     for left in range(low, high, COLUMNS):
         for i in range(2):
             runs[0, i], runs[0, 2 + i] = panels[0, left // LANES + i], panels[2, left // LANES + i]
         if kv.itemsize == 1:
             _compute_rounded_scores(kv, rows, left, first, scratch)
             continue
-        columns = Panels(np.int64(runs.ctypes.data), depth, stride, depth, stride)
+        columns = Panels(np.int64(runs.ctypes.data), depth, _LINE, depth, _LINE)
         for top in range(0, rows, MAX_ROWS):
             out = Rows(scratch.scores.ctypes.data + (top * TILE_TOKENS + left) * 4, TILE_TOKENS * 4)
             rows_of_query = Rows(query.address + top * query.stride, query.stride)
@@ -168,18 +167,15 @@ def _accumulate_values(
             for i in range(TILE_TOKENS // LANES):
                 runs[i, 1], runs[i, 3] = runs[i, 0], runs[i, 2]
         for top in range(0, rows, MAX_ROWS):
-            count, target = (
-                min(MAX_ROWS, rows - top),
-                Rows(out.address + top * out.stride + panel * LANES * 4, out.stride),
-            )
+            count = min(MAX_ROWS, rows - top)
+            target = Rows(out.address + top * out.stride + panel * LANES * 4, out.stride)
             if is_packed:
                 left = Rows(rounded.ctypes.data + (top * TILE_TOKENS + low) * 2, TILE_TOKENS * 2)
                 of_headers = Rows(headers.ctypes.data + top * HEADER_BYTES, HEADER_BYTES)
                 multiply_byte_tile(kv.microkernel, left, of_headers, columns, target, count, 1)
             else:
-                left = Rows(
-                    weights.ctypes.data + (top * TILE_TOKENS + low) * weights.itemsize, TILE_TOKENS * weights.itemsize
-                )
+                size = weights.itemsize
+                left = Rows(weights.ctypes.data + (top * TILE_TOKENS + low) * size, TILE_TOKENS * size)
                 multiply_tile(kv.microkernel, scratch.stored[0, 0], left, columns, target, count, 1)
         for i in range(TILE_TOKENS // LANES):
             runs[i, 0] += 2 * width
@@ -211,14 +207,15 @@ def _weigh(
     else:
         key_scales = scratch.scales[0]
         scale = np.float32(params.scale * LOG2_E)
-    rounded, headers = np.int64(scratch.rounded_weights.ctypes.data), np.int64(scratch.weight_headers.ctypes.data)
+    targets, row_bytes = np.int64(weights.ctypes.data), TILE_TOKENS * weights.itemsize
+    if is_packed:
+        targets, row_bytes = np.int64(scratch.rounded_weights.ctypes.data), TILE_TOKENS * 2
+    headers = np.int64(scratch.weight_headers.ctypes.data)
     first_position, last_position = positions[top // group], positions[(top + rows - 1) // group]
     is_whole = first_position >= token + TILE_TOKENS - 1 and first_seen(last_position, params) <= token
     for i in range(rows):
         source = np.int64(scores.ctypes.data) + i * TILE_TOKENS * 4
-        target = np.int64(weights.ctypes.data) + i * TILE_TOKENS * weights.itemsize
-        if is_packed:
-            target = rounded + i * TILE_TOKENS * 2
+        target = targets + i * row_bytes
         scales = np.int64(key_scales.ctypes.data), np.int64(value_scales.ctypes.data), headers + i * HEADER_BYTES
         state = states.address + i * states.stride
         if not is_whole:

@@ -14,6 +14,9 @@ from cbatch.kernels.cpu.jit import kernel
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
+TO_INTEGER = np.float32(1.5 * 2**23)
+"""The low bits of a smaller number that is added to this are the nearest integer, ties to even."""
+
 _LOWEST, _HIGHEST = np.float32(-87.0), np.float32(88.0)
 
 

@@ -24,7 +24,7 @@ VARIABLE = "CBATCH_CPU"
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """What kernels may use.
+    """A set, with the special instructions that kernels use.
 
     needs:     features of the processor, in LLVM's names
     lanes:     numbers of 32 bits in a register
@@ -84,6 +84,7 @@ def _arm_features() -> Iterator[str]:
             yield name.lower()
 
 
+IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
 
 HOST_FEATURES = frozenset(name for name, is_there in llvm.get_host_cpu_features().items() if is_there)
@@ -152,8 +153,7 @@ def _choose() -> tuple[InstructionSet, frozenset[str]]:
     chosen = usable[name] if name else next(iter(usable.values()))
     features = HOST_FEATURES - (_hidden_by(chosen) if name else frozenset())
     if name or IS_ARM:  # else numba asks LLVM
-        signs = ("+" if each in features else "-" for each in sorted(HOST_FEATURES))
-        config.CPU_FEATURES = ",".join(f"{sign}{each}" for sign, each in zip(signs, sorted(HOST_FEATURES), strict=True))
+        config.CPU_FEATURES = ",".join(f"{'+' if each in features else '-'}{each}" for each in sorted(HOST_FEATURES))
     return chosen, features
 
 

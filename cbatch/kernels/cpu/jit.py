@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
-import platform
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -25,8 +24,6 @@ from cbatch.runtime.numba_setup import why_not_trusted
 _log = logging.getLogger("cbatch")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 OPTIONS = {
     "nogil": True,

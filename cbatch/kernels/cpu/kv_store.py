@@ -18,7 +18,7 @@ from numba import types
 from numba.extending import overload
 
 from cbatch.kernels.cpu.emit import INT32, LANES, LIKE, WORDS, Value, emitted
-from cbatch.kernels.cpu.fast_math import bits_of, from_bits, from_float32, to_float32
+from cbatch.kernels.cpu.fast_math import TO_INTEGER, bits_of, from_bits, from_float32, to_float32
 from cbatch.kernels.cpu.jit import entry, kernel
 from cbatch.kernels.cpu.matmul.byte_tile import OFFSET
 from cbatch.kernels.cpu.matmul.microkernel import prefetch_to_write
@@ -28,9 +28,6 @@ from cbatch.kernels.cpu.work_queue import Worker, claimed
 SCALE_BYTES = 4
 
 _WORD, _LINE = 4, 64
-_INTEGER = np.float32(1.5 * 2**23)
-"""The low bits of a smaller number that is added to this are the nearest integer, ties to even."""
-
 _SMALLEST = np.float32(1e-30)
 """Numbers are 0 if all of a head are smaller: the inverse of their scale would overflow."""
 
@@ -57,7 +54,7 @@ def round_to_bytes(numbers: Any, row: Any) -> Any:
     else:
         inverse = np.float32(127) / largest
     for i in range(len(numbers)):
-        row[i] = np.uint8(bits_of(_fma(to_float32(numbers[i]), inverse, _INTEGER)) + np.uint32(OFFSET))
+        row[i] = np.uint8(bits_of(_fma(to_float32(numbers[i]), inverse, TO_INTEGER)) + np.uint32(OFFSET))
     return scale
 
 
@@ -210,10 +207,12 @@ def _store_rows(
 
 @kernel
 def prefetch_stored(kv: PagedKV, slots: Any, first: int, stop: int, heads: int) -> None:
-    """Prefetches the lines that `store_kv` writes for rows of different sequences: one word in each of many lines."""
+    """Prefetches the lines that `store_kv` writes: one word in each of many lines, which rows of a panel share."""
     itemsize, per_word = kv.itemsize, _WORD // kv.itemsize
     value_stride = LANES * (LANES if itemsize == 1 else kv.block_size) * itemsize
     for row in range(first, stop):
+        if row > first and slots[row] // LANES == slots[row - 1] // LANES:
+            continue
         for head in range(heads):
             page, offset = slots[row] // kv.block_size * kv.heads + head, slots[row] % kv.block_size
             panel = _panel_of(kv, kv.keys, kv.key_dim, itemsize, page, offset, kv.key_dim)

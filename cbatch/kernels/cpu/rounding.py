@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cbatch.kernels.cpu.emit import FLOATS, INT32, LANES, WORDS, Value
+from cbatch.kernels.cpu.emit import FLOAT, INT32, LANES, WORDS, Value
 
 MOST_SHORT = 32767
 """The largest integer of numbers that are rounded to 16 bits."""
@@ -19,7 +19,7 @@ def rounded(numbers: list[Value], most: int) -> tuple[list[Value], Value, Value]
     larger, *others = (number.bits(WORDS) & 0x7FFFFFFF for number in numbers)  # in the order of magnitudes, NaN above
     for other in others:
         larger = other.is_(">", larger).choose(other, larger)
-    largest = larger.call(f"vector.reduce.smax.v{LANES}i32", result=INT32).bits(FLOATS.element)
+    largest = larger.call(f"vector.reduce.smax.v{LANES}i32", result=INT32).bits(FLOAT)
     is_finite, total = largest.is_("<", float("inf")), larger.constant(0)
     is_normal, factor = is_finite & largest.is_(">", SMALLEST), (largest.constant(most) / largest).broadcast()
     integers = []

@@ -24,8 +24,8 @@ from numba.core import cgutils
 from numpy.typing import NDArray
 
 from cbatch.kernels.cpu.emit import INT64, Value, emitted
-from cbatch.kernels.cpu.instruction_sets import IS_ARM
-from cbatch.kernels.cpu.jit import IS_X86, kernel
+from cbatch.kernels.cpu.instruction_sets import IS_ARM, IS_X86
+from cbatch.kernels.cpu.jit import kernel
 
 _LINE = 8
 """Numbers in a cache line."""

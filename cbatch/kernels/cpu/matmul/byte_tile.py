@@ -33,20 +33,20 @@ from cbatch.kernels.cpu.emit import (
     emitted,
     for_range,
 )
-from cbatch.kernels.cpu.fast_math import bits_of, from_bits, to_float32
+from cbatch.kernels.cpu.fast_math import TO_INTEGER, bits_of, from_bits, to_float32
 from cbatch.kernels.cpu.instruction_sets import CHOSEN
 from cbatch.kernels.cpu.jit import Part, address_of, call_loop, kernel
-from cbatch.kernels.cpu.matmul.instructions import MANY_REGISTERS, add_integers, split_quads
+from cbatch.kernels.cpu.matmul.instructions import add_integers, read_again, split_quads
 from cbatch.kernels.cpu.matmul.microkernel import (
-    FEW_ROWS,
     ROW_COUNTS,
     Panels,
     Rows,
     emit_for_panels,
     emit_for_rows,
-    emit_prefetch,
+    prefetch_step,
     read_broadcast,
     read_number,
+    repeated_rows,
 )
 from cbatch.kernels.cpu.rounding import MOST_SHORT, SMALLEST
 
@@ -59,9 +59,7 @@ OFFSET = 128
 HEADER_BYTES = 8
 """Of a row: its unit in float32, and minus OFFSET times the sum of its integers in int32."""
 
-_INTEGER, _BITS_OF_INTEGER = np.float32(1.5 * 2**23), np.int32(0x4B400000)
-"""The low bits of a smaller number that is added to the first are the nearest integer, ties to even."""
-
+_BITS_OF_ZERO = TO_INTEGER.view(np.int32)
 _MOST, _SMALLEST = np.float32(MOST_SHORT), np.float32(SMALLEST)
 
 _ARGUMENTS = 13
@@ -74,17 +72,14 @@ class _Emitter:
         self.num_rows = num_rows
 
     def words(self, places: list[Value], down: Value) -> list[Value]:
-        """A vector of each panel. Where registers are short, it is read again rather than kept."""
-        down = down.hidden() if CHOSEN.registers < MANY_REGISTERS else down
+        """A vector of each panel."""
+        down = read_again(down)
         return [(place + down).read(WORDS) for place in places]
 
     def emit(self, left: Any, headers: Any, panels: Any, out: Any, count: Value, add: Value) -> None:
         """Code for up to so many rows. If there are fewer, it computes the last one several times."""
         table, run, stride, depth, ahead = panels
-        last = count - 1
-        numbers = [last.constant(row) for row in range(self.num_rows)]
-        numbers = [number.is_("<", last).choose(number, last) for number in numbers]
-        outs, heads, rows = ([start + step * number for number in numbers] for start, step in (out, headers, left))
+        outs, heads, rows = repeated_rows(count, self.num_rows, out, headers, left)
 
         def emit_panels(which: Sequence[Any]) -> None:
             sums = {
@@ -97,8 +92,7 @@ class _Emitter:
                 starts = [table + number * 32 + panel * 8 for panel in which]
                 places, further = ([(start + after).read(INT64) for start in starts] for after in (0, 16))
                 with for_range(run) as step:
-                    for place in further[: 1 if self.num_rows > FEW_ROWS else 2]:
-                        emit_prefetch(place + step * ahead)
+                    prefetch_step(further, step * ahead, self.num_rows)
                     here, down = [row + (first + step) * 8 for row in rows], step * stride
                     for part, weights in enumerate(split_quads(partial(self.words, places, down))):
                         for row, address in enumerate(here):
@@ -173,7 +167,7 @@ def round_row(row: Any, integers: Any, header: Any) -> None:
         factor = _MOST / largest
     for i in range(len(row)):
         scaled = to_float32(row[i]) * factor if factor > 0 else np.float32(0)
-        integer = np.int32(bits_of(scaled + _INTEGER)) - _BITS_OF_INTEGER
+        integer = np.int32(bits_of(scaled + TO_INTEGER)) - _BITS_OF_ZERO
         integers[i] = integer
         total += integer
     for quad in range(0, len(row), 4):

@@ -14,7 +14,7 @@ BFLOATS = ir.VectorType(BFloat16(), 2 * LANES)
 SHORT_PAIRS, QUADS = ir.VectorType(ir.IntType(16), 2 * LANES), ir.VectorType(ir.IntType(8), 4 * LANES)
 """Of pairs of int16, and of four bytes, as many as there are lanes."""
 
-MANY_REGISTERS = 32
+_MANY_REGISTERS = 32
 
 MOST_LEFT = 127
 """The largest number of a left-hand row of bytes."""
@@ -66,10 +66,15 @@ def add_integers(total: Value, weights: Value, left: Value, left_bytes: int) -> 
     return (add_pairs if left_bytes == 2 else add_quads if CHOSEN.quads else add_shorts)(total, weights, left)
 
 
+def read_again(address: Value) -> Value:
+    """An address for a second look. Where registers are short, it is read again rather than kept."""
+    return address.hidden() if CHOSEN.registers < _MANY_REGISTERS else address
+
+
 def split_quads(read: Callable[[], list[Value]]) -> Iterator[list[Value]]:
     """Bytes 0 and 2 of each word and then 1 and 3, as int16, one by one unless pairs are multiplied.
 
-    read: returns the words. It is called for each part: where registers are short, they are not kept
+    read: returns the words; called for each part (see `read_again`)
     """
     if CHOSEN.pairs:
         for shift in (0, 8):

@@ -219,6 +219,23 @@ def emit_for_panels(num_rows: int, alone: bool, zero: Value, emit: Callable[[Seq
             emit((panel,))
 
 
+def repeated_rows(count: Value, num_rows: int, *places: Any) -> list[list[Value]]:
+    """Addresses of so many rows of each place; if there are fewer, the last one several times.
+
+    places: the address of the first row, and the bytes from one to the next
+    """
+    last = count - 1
+    numbers = [last.constant(row) for row in range(num_rows)]
+    numbers = [number.is_("<", last).choose(number, last) for number in numbers]
+    return [[start + stride * number for number in numbers] for start, stride in places]
+
+
+def prefetch_step(places: list[Value], further: Value, num_rows: int) -> None:
+    """Prefetches a line at each place, or at the first if products of so many rows take longer than reading."""
+    for place in places[: 1 if num_rows > FEW_ROWS else None]:
+        emit_prefetch(place + further)
+
+
 def emit_for_rows(count: Value, row_counts: tuple[int, ...], emit: Callable[[int], None]) -> None:
     """Code for each number of rows that there is code for, and the choice among them: the least that suffices."""
     cases = {num_rows: partial(emit, num_rows) for num_rows in row_counts}
@@ -249,10 +266,7 @@ class _TileEmitter:
     def emit(self, left: list[Value], panels: list[Value], out: list[Value], count: Value, add: Value) -> None:
         """Code for up to so many rows. If there are fewer, it computes the last one several times."""
         table, run, stride, depth, ahead = panels
-        last = count - 1
-        numbers = [last.constant(row) for row in range(self.num_rows)]
-        numbers = [number.is_("<", last).choose(number, last) for number in numbers]
-        outs, rows = ([start + stride * number for number in numbers] for start, stride in (out, left))
+        outs, rows = repeated_rows(count, self.num_rows, out, left)
 
         def emit_panels(which: Sequence[Any]) -> None:
             slices = cgutils.for_range_slice(depth.builder, INT64(0), depth.of, run.of, inc=True)
@@ -278,11 +292,7 @@ class _TileEmitter:
 
         def weights_of(step: Value) -> Iterator[list[Value]]:
             down, further = (step * stride for stride in strides)
-            if self.num_rows > FEW_ROWS:  # products take longer than reading
-                emit_prefetch(ahead[0] + further)
-            else:
-                for place in ahead:
-                    emit_prefetch(place + further)
+            prefetch_step(ahead, further, self.num_rows)
             for part in range(parts):
                 yield [self.weight(panel + down, part) for panel in panels]
 

@@ -5,11 +5,12 @@ of a 127th or a 32767th of its largest number. In memory a group is its numbers,
 their float32 scale; then a word: what the offset of the stored weights adds too much, as an int32, or for weights with
 zero points minus the sum of the group as a float32. So one number says where a loop is in each of its rows.
 
-A vector of weights holds four bytes for each of 16 columns, which are multiplied with four numbers of a row: one
-instruction for int8, two for int16, whose quads lie in the order 0, 2, 1, 3 for that. Where 4 bits are the place of a
-level in a table, they become levels in registers. Sums of a group are exact integers. They begin with what the offset
-of the stored weights adds too much, and at the group's end they become float32, times the scales of both groups. The
-sums of 6 rows and the integers beside them fill the registers.
+A vector of weights holds four bytes for each of 16 columns, which are multiplied with four numbers of a row: at once
+for int8, if the processor can (see `instructions`), by pairs for int16, whose quads lie in the order 0, 2, 1, 3 for
+that. Where 4 bits are the place of a level in a table, they become levels in registers. Sums of a group are exact
+integers. They begin with what the offset of the stored weights adds too much, unless weights are multiplied without it,
+and at the group's end they become float32, times the scales of both groups. The integers of 6 rows fill the registers;
+the sums of groups stay beside them, or in memory.
 
 Each result is summed in the same order, whatever the other rows are: a row has the same result, to the last bit, in
 every batch.
@@ -45,7 +46,6 @@ from cbatch.kernels.cpu.instruction_sets import CHOSEN
 from cbatch.kernels.cpu.jit import Part, address_of, call_loop, kernel, shared
 from cbatch.kernels.cpu.matmul.formats import MOST_WEIGHT, OFFSETS, group_bytes, group_size, number_bytes
 from cbatch.kernels.cpu.matmul.instructions import (
-    MANY_REGISTERS,
     MOST_LEFT,
     QUADS,
     add_integers,
@@ -54,6 +54,7 @@ from cbatch.kernels.cpu.matmul.instructions import (
     look_up,
     most_products,
     needs_sign,
+    read_again,
     split_quads,
 )
 from cbatch.kernels.cpu.matmul.microkernel import (
@@ -174,14 +175,10 @@ class _QuantizedEmitter:
                 for i, weight in enumerate(weights):
                     totals[row, i].value = add_integers(totals[row, i].value, weight, left, self.left_bytes)
 
-    def words(self, there: Value) -> list[Value]:
-        """A vector of each panel. Where registers are short, it is read again rather than kept."""
-        place = there.hidden() if CHOSEN.registers < MANY_REGISTERS else there
-        return [(place + panel * _VECTOR_BYTES).read(WORDS) for panel in self.panels]
-
     def quads(self, there: Value, number: int) -> list[Value]:
         """Four bytes for each column of the panels; of 4 bits the first or the second four."""
-        words = self.words(there)
+        place = read_again(there)
+        words = [(place + panel * _VECTOR_BYTES).read(WORDS) for panel in self.panels]
         if self.format == INT8:
             return [each ^ 0x80808080 for each in words] if self.is_signed else words
         quads = [(each >> 4 if number else each) & 0x0F0F0F0F for each in words]
