@@ -16,6 +16,7 @@ from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.command import Command
 from tests.support.faults import TIMEOUT_S, Fault, Panic
 
+# A window of a third of the rows: they are written in at least three parts.
 ROWS = [{"id": n, "prompt": f"row {n}", "temperature": 1.0, "max_tokens": 1 + n % 5} for n in range(24)]
 
 PLACES: list[tuple[type, str, int]] = [
@@ -36,7 +37,7 @@ def code_of(command: Command, *options: str) -> int:
     before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
     signal.alarm(TIMEOUT_S)
     try:
-        return command("-q", "--max-seqs", "3", *options)
+        return command("-q", "--max-seqs", "3", "--window", "8", *options)
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
