@@ -9,9 +9,9 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 NO_REFERENCE_COUNTS = {"_nrt": False}
 """An option of numba's compilers, private as of 0.68: kernels do not count references to arrays.
@@ -20,17 +20,70 @@ Without it the threads of a step compete for the counters of the arrays that the
 """
 
 
-def inner_compiler() -> Any:
-    """The compiler of numba functions that only other such functions call: as a part of them, not by themselves.
+class Compilers(NamedTuple):
+    """Pipelines of numba: for functions that are called by Python or by their address, and for those inside of them."""
 
-    numba makes machine code and a Python function of every function, and again of all that it calls, which is more
-    than half of the time that kernels take to compile. Private as of numba 0.68: `NativeLowering`, `_LowerResult`, the
-    flags, `_finalize_final_module` of libraries, and that a builtin function is what a caller finds the compiled one
-    by.
+    outer: Any
+    inner: Any
+
+
+@cache
+def compilers() -> Compilers:
+    """Pipelines that optimize a function once, together with all that it calls, and make machine code of the whole.
+
+    numba does so for each function by itself, and again for whoever calls it. It checks itself after each pass, and has
+    passes for closures, whole arrays and reference counts, which kernels do not have. Without all that, they compile in
+    half the time. What an inner function returns may be a part of an array, because nobody frees it. Only outer ones
+    can call it.
+
+    Private as of numba 0.68: the passes, `_ENFORCING`, `_LowerResult`, the flags, `JITCodeLibrary` with what it
+    optimizes, links and finalizes, and that a builtin function is what a caller finds the compiled one by.
     """
+    from numba.core.codegen import JITCodeLibrary
     from numba.core.compiler import CompilerBase, DefaultPassBuilder, _LowerResult
     from numba.core.compiler_machinery import register_pass
-    from numba.core.typed_passes import NativeLowering
+    from numba.core.typed_passes import InlineOverloads, NativeLowering, NopythonRewrites, NopythonTypeInference
+    from numba.core.untyped_passes import (
+        InlineClosureLikes,
+        InlineInlinables,
+        LiteralPropagationSubPipelinePass,
+        WithLifting,
+    )
+
+    unneeded = {
+        InlineClosureLikes, InlineInlinables, InlineOverloads, LiteralPropagationSubPipelinePass, NopythonRewrites,
+        WithLifting,
+    }  # fmt: skip
+
+    class Library(JITCodeLibrary):  # type: ignore[misc]
+        def _optimize_functions(self, module: Any) -> None:
+            module.data_layout = self._codegen._data_layout
+
+    class InnerLibrary(Library):
+        def finalize(self) -> None:
+            self._finalize_dynamic_globals()
+            self._finalized = True
+
+    class OuterLibrary(Library):
+        def finalize(self) -> None:
+            linked = self._linking_libraries
+            for library in linked:  # which grows meanwhile
+                if isinstance(library, InnerLibrary):
+                    linked += [each for each in library._linking_libraries if each not in linked]
+            super().finalize()
+
+        def _optimize_final_module(self) -> None:
+            passes, builder = self._codegen._module_pass_manager()
+            passes.run(self._final_module, builder)
+
+    @register_pass(mutates_CFG=True, analysis_only=False)
+    class OuterLowering(NativeLowering):  # type: ignore[misc]
+        _name = "outer_lowering"
+
+        def run_pass(self, state: Any) -> bool:
+            state.library = OuterLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
+            state.library.enable_object_caching()
+            return bool(super().run_pass(state))
 
     @register_pass(mutates_CFG=True, analysis_only=False)
     class InnerLowering(NativeLowering):  # type: ignore[misc]
@@ -39,8 +92,7 @@ def inner_compiler() -> Any:
         def run_pass(self, state: Any) -> bool:
             flags = state.flags
             flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
-            state.library = library = state.targetctx.codegen().create_library(state.func_id.func_qualname)
-            library._finalize_final_module = partial(_finalize_without_machine_code, library)
+            state.library = InnerLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
             super().run_pass(state)
             found, nothing = state["cr"], list[Any]()
             key = nothing.append
@@ -48,23 +100,49 @@ def inner_compiler() -> Any:
             state["cr"] = _LowerResult(found.fndesc, found.call_helper, cfunc=key, env=found.env)
             return True
 
-    class InnerCompiler(CompilerBase):  # type: ignore[misc]
-        def define_pipelines(self) -> list[Any]:
-            pipeline = DefaultPassBuilder.define_nopython_pipeline(self.state)
-            pipeline.passes = [
-                (InnerLowering if step is NativeLowering else step, text) for step, text in pipeline.passes
-            ]
-            pipeline.finalize()
-            return [pipeline]
+    @register_pass(mutates_CFG=True, analysis_only=False)
+    class InnerTypes(NopythonTypeInference):  # type: ignore[misc]
+        _name = "inner_types"
 
-    return InnerCompiler
+        def run_pass(self, state: Any) -> bool:
+            context = state.targetctx
+            state.targetctx = context.subtarget(enable_nrt=True)
+            try:
+                return bool(super().run_pass(state))
+            finally:
+                state.targetctx = context
+
+    def pipeline(instead: dict[Any, Any]) -> Any:
+        class Compiler(CompilerBase):  # type: ignore[misc]
+            def define_pipelines(self) -> list[Any]:
+                pipeline = DefaultPassBuilder.define_nopython_pipeline(self.state)
+                pipeline.passes = [
+                    (instead.get(step, step), text) for step, text in pipeline.passes if step not in unneeded
+                ]
+                pipeline._ENFORCING = False
+                pipeline.finalize()
+                return [pipeline]
+
+        return Compiler
+
+    inner = {NativeLowering: InnerLowering, NopythonTypeInference: InnerTypes}
+    return Compilers(pipeline({NativeLowering: OuterLowering}), pipeline(inner))
 
 
-def _finalize_without_machine_code(library: Any) -> None:
-    """Ends what numba does with a function that becomes a part of others, which only need its intermediate code."""
-    library._finalize_dynamic_globals()
-    library._verify_declare_only_symbols()
-    library._finalized = True
+def compiled_once(dispatcher: Any) -> Any:
+    """Has a numba function compiled once for all integers that its callers write down. numba does it for each of them.
+
+    Private as of numba 0.68: `get_call_template` of dispatchers.
+    """
+    from numba import types
+
+    found = dispatcher.get_call_template
+
+    def get_call_template(args: Any, kws: Any) -> Any:
+        return found(tuple(map(types.unliteral, args)), {name: types.unliteral(kind) for name, kind in kws.items()})
+
+    dispatcher.get_call_template = get_call_template
+    return dispatcher
 
 
 def keep_compiled(
@@ -72,7 +150,6 @@ def keep_compiled(
     function: Callable[..., Any],
     version: str,
     *,
-    on_miss: Callable[[], None],
     on_error: Callable[[Exception], None],
     why_not_trusted: Callable[[Path], str | None] = lambda folder: None,
 ) -> None:
@@ -91,7 +168,7 @@ def keep_compiled(
 
     compiled._cache = NullCache()
     try:
-        kept = _code_cache()(function, version, on_miss, on_error)
+        kept = _code_cache()(function, version, on_error)
         if (reason := why_not_trusted(Path(kept._cache_path))) is not None:
             on_error(PermissionError(reason))
         else:
@@ -109,10 +186,11 @@ def _code_cache() -> Any:
     class CodeCache(FunctionCache):  # type: ignore[misc]
         _impl_class = _machine_code()
 
-        def __init__(self, function: Callable[..., Any], version: str, on_miss: Any, on_error: Any) -> None:
+        def __init__(self, function: Callable[..., Any], version: str, on_error: Any) -> None:
             super().__init__(function)
-            self.version, self.on_miss, self.on_error = version, on_miss, on_error
+            self.version, self.on_error = version, on_error
             self.lock = -1
+            self.lock_path = f"{self._cache_path}/{self._py_func.__qualname__}.lock"
 
         def _index_key(self, *args: Any) -> tuple[Any, ...]:
             return (*super()._index_key(*args), self.version)
@@ -121,11 +199,9 @@ def _code_cache() -> Any:
             self.release()  # what was to be compiled before could not be
             found = self.load(signature, context)
             if found is None:
-                self.lock = _locked(f"{self._cache_path}/{self._py_func.__qualname__}.lock")
+                self.lock = _locked(self.lock_path)
                 found = self.load(signature, context)
-                if found is None:
-                    self.on_miss()
-                else:
+                if found is not None:
                     self.release()
             return found
 
@@ -191,37 +267,54 @@ def _machine_code() -> Any:
     return MachineCode
 
 
-def is_compiled(callback: Any) -> bool:
-    """Whether `keep_compiled` has the code of a callback; True also if it cannot keep any.
+def is_compiled(compiled: Any, signature: Any) -> bool:
+    """Whether `keep_compiled` has the code of a dispatcher or callback; True also if it cannot keep any.
 
-    Private as of numba 0.68: `_cache_file` of `FunctionCache` and its index, and attributes of `CFunc`.
+    signature: None for any
+
+    Private as of numba 0.68: `_cache_file` of `FunctionCache` and its index.
     """
-    stored = getattr(callback._cache, "_cache_file", None)
+    from numba.core.registry import cpu_target
+
+    stored = getattr(compiled._cache, "_cache_file", None)
     if stored is None:
         return True
-    key = callback._cache._index_key(callback._sig, callback._targetdescr.target_context.codegen())
+    key = compiled._cache._index_key(signature, cpu_target.target_context.codegen())
     with suppress(Exception):  # a damaged index, or one that is written before the code is
-        return os.access(stored._data_path(stored._load_index()[key]), os.R_OK)
+        index = stored._load_index()
+        if signature is None:
+            return any(kept[1:] == key[1:] for kept in index)
+        return os.access(stored._data_path(index[key]), os.R_OK)
     return False
+
+
+def is_being_compiled(compiled: Any) -> bool:
+    """Whether a process compiles this function, for any types, so that others would wait."""
+    lock = _locked(compiled._cache.lock_path, wait_s=0)
+    if lock >= 0:
+        os.close(lock)
+    return lock < 0
 
 
 _LONGEST_WAIT_S = 180.0
 """For another process that compiles the same function."""
 
 
-def _locked(path: str) -> int:
+def _locked(path: str, wait_s: float = _LONGEST_WAIT_S) -> int:
     try:
         import fcntl
 
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except (ImportError, OSError):
         return -1
-    end = time.monotonic() + _LONGEST_WAIT_S
-    while time.monotonic() < end:
+    end = time.monotonic() + wait_s
+    while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return file
         except OSError:
+            if time.monotonic() >= end:
+                break
             time.sleep(0.05)
     os.close(file)
     return -1
@@ -237,4 +330,6 @@ def new_callback(function: Callable[..., Any], signature: Any, options: dict[str
     from numba.core.ccallback import CFunc
 
     arguments, result = sigutils.normalize_signature(signature)
-    return CFunc(function, (arguments, result), locals={}, options={"nopython": True, **options})
+    options = {"nopython": True, **options}
+    compiler = options.pop("pipeline_class")
+    return CFunc(function, (arguments, result), {}, options, compiler)

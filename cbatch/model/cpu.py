@@ -19,13 +19,19 @@ from torch import Tensor
 from cbatch.attention.base import AttentionBackend
 from cbatch.base.quantization import Quantization
 from cbatch.kernels.cpu import program as kernels
-from cbatch.kernels.cpu.build import built_beside
-from cbatch.kernels.cpu.jit import address_of
+from cbatch.kernels.cpu.build import Builders
+from cbatch.kernels.cpu.jit import Part, address_of, compile_free, compiling, is_known
 from cbatch.kernels.cpu.matmul.experts import Routing
 from cbatch.kernels.cpu.matmul.linear import new_linear_workspace
 from cbatch.kernels.cpu.matmul.lora import NO_LORA
 from cbatch.kernels.cpu.matmul.microkernel import LANES, pad_columns
-from cbatch.kernels.cpu.paged_kv import PagedCaches, new_attention_workspace, plan_attention
+from cbatch.kernels.cpu.paged_kv import (
+    NO_PLAN,
+    AttentionPlan,
+    PagedCaches,
+    new_attention_workspace,
+    plan_attention,
+)
 from cbatch.kernels.cpu.recurrent import NO_RECURRENCE, Recurrence, new_recurrence, state_layout
 from cbatch.kernels.cpu.tensors import as_array, block_shapes, element_of, fits, paged_caches_of
 from cbatch.kernels.cpu.thread_pool import shared_thread_pool
@@ -67,12 +73,14 @@ class CpuModel(ProgramModel):
         *,
         quantize: Quantization | None = None,
         shared: PackedFile | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         """Raises UnsupportedConfig if another path has to serve the model.
 
         tensors:  the weights by their names in the files
         quantize: keep the matrices as integers; what is not one stays bfloat16
         shared:   a file of packed weights, which engines of this machine map
+        kv_dtype: of the KV cache for which kernels are compiled now, None: `dtype`; for others, with their first step
         """
         super().__init__(config, dtype, torch.device("cpu"))
         program = self.program
@@ -80,21 +88,28 @@ class CpuModel(ProgramModel):
             raise UnsupportedConfig(f"the kernels do not support its sizes, or do not compute in {dtype}")
         if quantize is not None and dtype != torch.bfloat16:
             raise UnsupportedConfig(f"{quantize.weights} weights need bfloat16, not {dtype}")
-        self.quantization = quantize
+        self.quantization, self._kv_dtype = quantize, kv_dtype or dtype
         tensors = self.accept(tensors)
         self.stored_weights = tensors if isinstance(tensors, StoredWeights) else None
         try:
             self._packed = packed = CpuLayout(program, dtype, quantize, self.stored_weights)
         except (TypeError, ValueError, OverflowError) as error:  # what unexpected values of a config.json cause
             raise UnsupportedConfig(f"its config.json is unusual ({error})") from error
-        with near_weights(packed.num_bytes):
+        self.formats, self.left_bytes = frozenset(packed.formats), packed.left_bytes
+        with near_weights(packed.num_bytes), self._builders() as builders:
+            self._prepare(packed)
+            builders.compile(self._parts())
             self._weights = packed.load(tensors, shared)
+            self._warm_up()
         self.weight_bytes = sum(array.nbytes for array in self._weights if isinstance(array, np.ndarray))
         self.linear_cost = program.linear_cost(self._weights.matrices.nbytes)
-        self.formats, self.left_bytes = frozenset(packed.formats), packed.left_bytes
+
+    def _prepare(self, packed: CpuLayout) -> None:
+        """Makes all that a step needs but the weights."""
+        self._weights = packed.no_weights()
         self._thread_pool = shared_thread_pool(num_threads())
-        self._element = element_of(dtype)
-        calls = [operation for operation in program.operations if isinstance(operation, Attend)]
+        self._element = element_of(self.dtype)
+        calls = [operation for operation in self.program.operations if isinstance(operation, Attend)]
         group = max((call.heads // call.shape.heads for call in calls), default=1)
         key_dim, value_dim = (
             max((getattr(call.shape, f"{part}_dim") for call in calls), default=LANES) for part in ("key", "value")
@@ -109,14 +124,13 @@ class CpuModel(ProgramModel):
         )
         self._paged_caches: WeakKeyDictionary[KVCache, PagedCaches] = WeakKeyDictionary()
         self._state_memories: WeakKeyDictionary[StatePool, tuple[NDArray[Any], NDArray[np.int64]]] = WeakKeyDictionary()
-        self._programs: dict[np.dtype[Any], NDArray[np.int64]] = {}
+        self._programs: dict[tuple[np.dtype[Any], Any], NDArray[np.int64]] = {}
         """By the type of recurrent states."""
         self._adapters: CpuAdapters | None = None
         self._logits = np.empty((0, 0), np.float32)
         self._logit_buffers: dict[int, tuple[NDArray[np.float32], Tensor]] = {}
         self._num_positions = 0
         self._grow_rotary_tables(16)
-        self._warm_up()
 
     @property
     def packed(self) -> str:
@@ -142,23 +156,47 @@ class CpuModel(ProgramModel):
         nothing = kernels.Arenas(np.empty(0, np.float32), np.empty(0, self._element))
         model._buffers = self._buffers._replace(arenas=nothing)
         model._programs = {}
-        model._warm_up()
+        with model._builders() as builders:
+            builders.compile(model._parts())
+            model._warm_up()
         return model
+
+    def _builders(self) -> Builders:
+        """They begin at once if a step of no model is kept."""
+        return Builders(num_threads() - 1, "cbatch.model.ops.all", at_once=not is_known(kernels.run_step))
+
+    def _parts(self) -> list[Part]:
+        """All that `_warm_up` would compile."""
+        step, state_type = self._step(*self._smallest_batch(), self._outputs_for(1)[0], NO_PLAN)
+        return [*kernels.parts_of(self._packed.records(state_type), step).values(), kernels.entry_of(step)]
 
     def _warm_up(self) -> None:
         """Compiles the kernels, or loads them from their cache on disk."""
+        with compiling():  # also what plans a step
+            self._arguments(*self._smallest_batch(), self._outputs_for(1)[0])
+
+    def _smallest_batch(self) -> tuple[RaggedBatch, KVCache]:
         one = np.zeros(1, np.int64)
         states = StepStates(StatePool(self.states, 1, self.device), one, one, one - 1) if self.states else None
         batch = RaggedBatch(one, one, one, one, np.zeros((1, 1), np.int32), [0], [1], self.device, states=states)
-        shapes = [block_shapes(layer, LANES, self.dtype) for layer in self.layers]
-        kv_cache = KVCache(shapes, 1, LANES, self.dtype, self.device)
-        self._arguments(batch, kv_cache, self._outputs_for(1)[0])
+        shapes = [block_shapes(layer, LANES, self._kv_dtype) for layer in self.layers]
+        return batch, KVCache(shapes, 1, LANES, self._kv_dtype, self.device)
 
     def _arguments(self, batch: RaggedBatch, kv_cache: KVCache, outputs: kernels.StepOutputs) -> tuple[Any, ...]:
         """The arguments of `run_step` after the worker."""
-        length, furthest = len(batch.ids), max(batch.stops)
-        if furthest > self._num_positions:
+        if (furthest := max(batch.stops)) > self._num_positions:
             self._grow_rotary_tables(2 * furthest)
+        plan = plan_attention(batch, kv_cache.block_size, *self._largest_heads)
+        step, state_type = self._step(batch, kv_cache, outputs, plan)
+        types = state_type, step.caches.packed
+        if types not in self._programs:
+            self._programs[types] = self._compile(step, state_type)
+        return self._programs[types], step
+
+    def _step(
+        self, batch: RaggedBatch, kv_cache: KVCache, outputs: kernels.StepOutputs, plan: AttentionPlan
+    ) -> tuple[kernels.Step, np.dtype[Any]]:
+        """What the instructions share, and the type of recurrent states."""
         ids = batch.ids
         for replaced, instead in self.program.replaced_ids.items():
             ids = np.where(ids == replaced, instead, ids)
@@ -166,28 +204,23 @@ class CpuModel(ProgramModel):
         if self.short_context is not None:  # rows for long sequences come after those for short ones
             shift = self._num_positions - self.max_model_len
             positions = np.where(positions >= self.max_model_len, positions + shift, positions)
+        length = len(ids)
         inputs = kernels.StepInputs(ids, positions, self._rotary, self._rotary_layout, np.arange(length), batch.rows)
-        plan = plan_attention(batch, kv_cache.block_size, *self._largest_heads)
         if kv_cache not in self._paged_caches:
             self._paged_caches[kv_cache] = paged_caches_of(kv_cache, self._element)
         caches, buffers = self._paged_caches[kv_cache], self._buffers_for(length)
         recurrence, state_type = self._recurrence_of(batch)
         lora = NO_LORA if self._adapters is None else self._adapters.step(batch.adapters)
-        step = kernels.Step(self._weights, caches, plan, inputs, buffers, recurrence, lora, outputs)
-        if state_type not in self._programs:
-            self._programs[state_type] = self._compile(step, state_type)
-        return self._programs[state_type], step
+        return kernels.Step(self._weights, caches, plan, inputs, buffers, recurrence, lora, outputs), state_type
 
     def _compile(self, step: kernels.Step, state_type: np.dtype[Any]) -> NDArray[np.int64]:
         """Compiles what such steps run with recurrent states of that type, or loads it from disk."""
         records = self._packed.records(state_type)
         parts = kernels.parts_of(records, step)
-        with built_beside(parts.values(), self._thread_pool.size - 1):
-            for part in reversed(parts.values()):  # other processes begin with the first
-                address_of(part)
-        program = self._packed.instructions(records, lambda kind: address_of(parts[kind]))
-        self._thread_pool.compile(kernels.run_step, program, step)
-        return program
+        with compiling():
+            self._thread_pool.compile(kernels.run_step, kernels.NO_PROGRAM, step)
+            compile_free(parts.values())
+            return self._packed.instructions(records, lambda kind: address_of(parts[kind]))
 
     def _recurrence_of(self, batch: RaggedBatch) -> tuple[Recurrence, np.dtype[Any]]:
         """Where the kernels find the states of a step, and the type of their numbers; float32 if there are none.

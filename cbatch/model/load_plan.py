@@ -44,6 +44,7 @@ class LoadPlan:
     weight_cache: where packed weights are kept; for the fast path on a CPU
     device_map:   spread the model if it does not fit on its device
     reply_format: name of what the model writes, or auto
+    kv_dtype:     of the KV cache; None: that of the model
     """
 
     source: str = str(DEMO_MODEL)
@@ -56,6 +57,7 @@ class LoadPlan:
     weight_cache: WeightCache | None = None
     device_map: DeviceMap | None = None
     reply_format: str = "auto"
+    kv_dtype: torch.dtype | None = None
 
     @classmethod
     def of(cls, config: EngineConfig) -> LoadPlan:
@@ -69,7 +71,6 @@ class LoadPlan:
                 parse_memory(size, free=0)
         fast = has_fast_path(config.attention, device, config.block_size)
         quantize = check_quantize(config.quantize, config.activations, fast=fast)
-        check_kv_dtype(config.kv_dtype, config.attention, device)
         return cls(
             source=config.model or str(DEMO_MODEL),
             revision=config.revision,
@@ -81,6 +82,7 @@ class LoadPlan:
             weight_cache=WeightCache.of_config(config),
             device_map=choose_device_map(config, device),
             reply_format=config.reply_format,
+            kv_dtype=check_kv_dtype(config.kv_dtype, config.attention, device),
         )
 
     def formats(
@@ -136,7 +138,7 @@ class LoadPlan:
             content = {"packing": PACKING, "model": fingerprint(), "files": times, "dtype": str(dtype)}
             weights = {"quantize": None if quantize is None else quantize.weights}
             shared = PackedFile(self.weight_cache, content | weights)
-        return CpuModel(config, tensors, dtype, quantize=quantize, shared=shared)
+        return CpuModel(config, tensors, dtype, quantize=quantize, shared=shared, kv_dtype=self.kv_dtype)
 
 
 def choose_dtype(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numba import njit, types
 
-from cbatch.compat import NO_REFERENCE_COUNTS, inner_compiler, keep_compiled, new_callback
+from cbatch.compat import NO_REFERENCE_COUNTS, compiled_once, compilers, keep_compiled, new_callback
 
 
 def add_up(numbers: Any, total: Any) -> None:
@@ -26,20 +26,13 @@ def compile_again(
 ) -> tuple[list[str], Any]:
     """Compiles `add_up` as a new process would, with the code that is kept; returns what was reported."""
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
-    reported: list[str] = []
+    errors: list[str] = []
     compiled = njit(add_up)
-    keep_compiled(
-        compiled,
-        add_up,
-        version,
-        why_not_trusted=why_not_trusted,
-        on_miss=lambda: reported.append("miss"),
-        on_error=lambda e: reported.append(str(e)),
-    )
+    keep_compiled(compiled, add_up, version, why_not_trusted=why_not_trusted, on_error=lambda e: errors.append(str(e)))
     total = np.zeros(1)
     compiled(np.arange(5.0), total)
     assert total[0] == 10
-    return reported, compiled
+    return ["miss"] * len(compiled.stats.cache_misses) + errors, compiled
 
 
 def test_numba_keeps_code_by_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +56,7 @@ def test_numba_compiles_if_the_code_cannot_be_kept(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("numba.core.caching.FunctionCache.save_overload", lambda *_: 1 / 0)
     assert compile_again(tmp_path, monkeypatch, "1")[0] == ["miss", "division by zero"]
     monkeypatch.setattr("numba.core.caching.FunctionCache.__init__", lambda *_: (_ for _ in ()).throw(RuntimeError))
-    assert compile_again(tmp_path, monkeypatch, "1")[0] == []
+    assert compile_again(tmp_path, monkeypatch, "1")[0] == ["miss"]
 
 
 def test_numba_reads_no_code_from_a_folder_that_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +71,7 @@ def test_numba_reads_no_code_from_a_folder_that_is_not_trusted(tmp_path: Path, m
     (index,) = tmp_path.rglob("*.nbi")
     index.write_bytes(pickle.dumps(Evil()))
     reported, _ = compile_again(tmp_path, monkeypatch, "1", lambda folder: f"{folder.parent.name} is open")
-    assert reported == [f"{tmp_path.name} is open"] and not trace.exists()
+    assert reported == ["miss", f"{tmp_path.name} is open"] and not trace.exists()
     assert compile_again(tmp_path, monkeypatch, "1")[0] == ["miss"] and trace.exists()  # so it would have been run
 
 
@@ -89,15 +82,13 @@ def do_nothing(one: int, other: int) -> None:
 def test_numba_makes_callbacks_that_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards `CFunc` and `normalize_signature`: a callback is compiled after its cache was set, and has an address."""
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
-    reported: list[Any] = []
-    for _ in range(2):
-        callback = new_callback(do_nothing, types.void(types.int64, types.int64), NO_REFERENCE_COUNTS)
-        keep_compiled(
-            callback, do_nothing, "1", on_miss=lambda: reported.append("miss"), on_error=lambda e: reported.append(e)
-        )
+    options = {"pipeline_class": compilers().outer, **NO_REFERENCE_COUNTS}
+    for hits in range(2):
+        callback = new_callback(do_nothing, types.void(types.int64, types.int64), options)
+        keep_compiled(callback, do_nothing, "1", on_error=lambda error: pytest.fail(str(error)))
         callback.compile()
         ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(callback.address)(1, 2)
-    assert reported == ["miss"]
+        assert callback.cache_hits == hits
 
 
 def test_numba_counts_no_references() -> None:
@@ -119,13 +110,31 @@ def test_numba_counts_no_references() -> None:
 
 def test_inner_functions_are_compiled_as_a_part_of_others() -> None:
     """Guards the time that kernels take to compile: what only others call has no machine code of its own."""
-    inner = njit(pipeline_class=inner_compiler())(lambda x: 2 * x + 1)
-    outer = njit(lambda x: inner(inner(x)))
-    assert outer(3) == 15
+    inner = njit(pipeline_class=compilers().inner)(lambda x: 2 * x + 1)
+    middle = njit(pipeline_class=compilers().inner)(lambda x: inner(inner(x)))
+    outer = njit(pipeline_class=compilers().outer)(lambda x: middle(x) + inner(x))
+    assert outer(3) == 15 + 7
     (overload,) = inner.overloads.values()
     assert overload.entry_point.__name__ == "append", "it was compiled by itself"
     engine = overload.library._codegen._engine
     assert not engine.is_symbol_defined(overload.fndesc.llvm_func_name), "its machine code is kept"
+
+
+def test_inner_functions_return_parts_of_arrays() -> None:
+    """Guards views of buffers: without reference counts, numba lets no function return a part of an array."""
+    options = NO_REFERENCE_COUNTS | {"forceinline": True}
+    part = njit(pipeline_class=compilers().inner, **options)(lambda numbers, first: numbers[first:])
+    outer = njit(pipeline_class=compilers().outer, **NO_REFERENCE_COUNTS)(lambda numbers: part(numbers, 3)[0])
+    assert outer(np.arange(5)) == 3
+    (code,) = outer.inspect_llvm().values()
+    assert "NRT_" not in code and "call i32 @_ZN" not in code.split("define")[1], "it is called"
+
+
+def test_inner_functions_are_compiled_once_for_all_constants() -> None:
+    """Guards the time that kernels take to compile: numba would compile the function for 2, for 3 and for any."""
+    inner = compiled_once(njit(pipeline_class=compilers().inner)(lambda x, y: x * y))
+    outer = njit(pipeline_class=compilers().outer)(lambda x: inner(x, 2) + inner(x, 3) + inner(x, x))
+    assert outer(3) == 6 + 9 + 9 and len(inner.overloads) == 1
 
 
 def test_one_process_compiles_and_others_wait(tmp_path: Path) -> None:
@@ -138,11 +147,12 @@ import numba
 numba.core.config.CACHE_DIR = {str(tmp_path)!r}
 from tests.engine import test_compat
 compiled = numba.njit(test_compat.add_up)
-test_compat.keep_compiled(compiled, test_compat.add_up, "1", on_miss=lambda: print("compiled"), on_error=print)
+test_compat.keep_compiled(compiled, test_compat.add_up, "1", on_error=print)
 input()
 total = test_compat.np.zeros(1)
 compiled(test_compat.np.arange(5.0), total)
 assert total[0] == 10
+print("compiled\\n" * len(compiled.stats.cache_misses), end="")
 """
     command, pipes = [sys.executable, "-c", program], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     processes: list[Any] = [subprocess.Popen(command, **pipes, text=True) for _ in range(2)]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import gc
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,8 @@ from numba import typeof, types
 from numba.core.caching import FunctionCache
 
 from cbatch.kernels.cpu import jit
-from cbatch.kernels.cpu.build import built_beside
-from cbatch.kernels.cpu.jit import Part, address_of, call_address, is_kept
+from cbatch.kernels.cpu.build import Builders
+from cbatch.kernels.cpu.jit import Part, address_of, call_address, compile_free, compiling, is_kept, is_known
 from cbatch.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.kernels.cpu.work_queue import Worker
 from tests.support.faults import wait_until
@@ -46,38 +49,84 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where code is kept, for this process and those that it starts."""
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    for function in (jit._callback, address_of):
+    for function in (jit._compiled, address_of):
         function.cache_clear()
     return tmp_path
+
+
+def builders(most: int, at_once: bool = False) -> Builders:
+    return Builders(most, __name__, at_once)
 
 
 def call(address: int) -> int:
     return int(ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(address)(5))
 
 
-def test_another_process_compiles(folder: Path) -> None:
+@pytest.mark.parametrize("at_once", [True, False])
+def test_another_process_compiles(folder: Path, at_once: bool) -> None:
     """Guards the first start: the code comes from another process, and is not compiled here."""
     assert not is_kept(TRIPLE)
-    with built_beside([TRIPLE], processes=1):
+    with builders(1, at_once=at_once) as building:
+        building.compile([TRIPLE])
         wait_until(lambda: is_kept(TRIPLE), seconds=60)
     assert call(address_of(TRIPLE)) == 15
-    assert jit._callback(TRIPLE).cache_hits == 1
+    assert jit._compiled(TRIPLE).cache_hits == 1
+
+
+def test_another_process_compiles_an_entry(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the function that runs a step: it is compiled beside the others, and Python finds it under its types."""
+    numbers, total = np.arange(5.0), np.zeros(1)
+    fresh: Any = jit.entry(sum_of.py_func)  # type: ignore[attr-defined]
+    part = Part(fresh, (typeof(numbers), typeof(total)))
+    assert not is_known(fresh)
+    with builders(1) as building:
+        building.compile([part])
+        wait_until(lambda: is_kept(part), seconds=60)
+    assert is_known(fresh)
+    fresh(numbers, total)
+    assert total[0] == 10 and not fresh.stats.cache_misses
+
+
+def test_processes_share_the_work(folder: Path) -> None:
+    """Guards the first start: nobody waits for a function that another compiles while there are others to compile."""
+    lock = os.open(jit._compiled(TRIPLE)._cache.lock_path, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    compile_free([TRIPLE])
+    assert not is_kept(TRIPLE)
+    os.close(lock)
+    compile_free([TRIPLE])
+    assert is_kept(TRIPLE)
+
+
+@pytest.mark.parametrize("slow_s", [0.01, 60])
+def test_only_slow_compilation_is_told(
+    slow_s: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards starts that take as long as others from a line about kernels; and garbage collection, which goes on."""
+    monkeypatch.setattr(jit, "SLOW_SECONDS", slow_s)
+    jit._warn_of_compilation.cache_clear()
+    with compiling():
+        assert not gc.isenabled()
+        wait_until(lambda: bool(caplog.messages) or slow_s > 1, seconds=10)
+    assert gc.isenabled() and ["Compiling kernels" in text for text in caplog.messages] == [True] * (slow_s < 1)
 
 
 @pytest.mark.parametrize(("program", "processes"), [("/bin/false", 1), ("/no/such/program", 1), (sys.executable, 0)])
 def test_nothing_depends_on_it(folder: Path, program: str, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a start where such a process fails, or cannot be started, or there is no processor for it."""
     monkeypatch.setattr("sys.executable", program)
-    with built_beside([TRIPLE], processes):
+    with builders(processes) as building:
+        building.compile([TRIPLE])
         assert call(address_of(TRIPLE)) == 15
-    assert jit._callback(TRIPLE).cache_hits == 0 and is_kept(TRIPLE)
+    assert jit._compiled(TRIPLE).cache_hits == 0 and is_kept(TRIPLE)
 
 
 def test_a_frozen_program_starts_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards programs that were made into one file: they would start themselves, again and again."""
     monkeypatch.setattr("sys.frozen", True, raising=False)
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a process was started"))
-    with built_beside([TRIPLE], processes=2):
+    with builders(2, at_once=True) as building:
+        building.compile([TRIPLE])
         assert not is_kept(TRIPLE)
 
 

@@ -10,6 +10,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from cbatch.compat import compilers
 from cbatch.kernels.cpu.jit import OPTIONS
 from tests.support.device import DEVICE
 
@@ -17,7 +18,7 @@ from tests.support.device import DEVICE
 @cache
 def callable_kernel(kernel: Any) -> Callable[..., Any]:
     """A kernel, compiled by itself."""
-    compiled: Callable[..., Any] = njit(**OPTIONS)(kernel.py_func)
+    compiled: Callable[..., Any] = njit(pipeline_class=compilers().outer, **OPTIONS)(kernel.py_func)
     return compiled
 
 

@@ -93,8 +93,10 @@ def _list_panels(kv: PagedKV, tile: _Tile, panels: Any) -> None:
 
 
 @kernel
-def _copy_scales(kv: PagedKV, panels: Any, scales: Any) -> None:
+def _copy_scales(kv: PagedKV, packed: Any, panels: Any, scales: Any) -> None:
     """Scales [2, TILE_TOKENS] of the keys and the values of a tile of a cache of bytes."""
+    if packed is None:
+        return
     target = np.int64(scales.ctypes.data)
     for part in range(TILE_TOKENS // LANES):
         copy_vector(panels[0, part] + LANES * kv.key_dim, target + part * _LINE)
@@ -103,8 +105,9 @@ def _copy_scales(kv: PagedKV, panels: Any, scales: Any) -> None:
 
 @inlined
 def _compute_scores(
-    kv: PagedKV, query: Rows, first: int, rows: int, low: int, high: int, now: int, scratch: AttentionWorkspace
-) -> None:
+    kv: PagedKV, packed: Any, query: Rows, first: int, rows: int, low: int, high: int, now: int,
+    scratch: AttentionWorkspace,
+) -> None:  # fmt: skip
     """scores [rows, TILE_TOKENS] = query [rows, key_dim] times the keys of a part of a tile.
 
     first:     of these rows in the task
@@ -116,7 +119,7 @@ def _compute_scores(
     for left in range(low, high, COLUMNS):
         for i in range(2):
             runs[0, i], runs[0, 2 + i] = panels[0, left // LANES + i], panels[2, left // LANES + i]
-        if kv.itemsize == 1:
+        if packed is not None:
             _compute_rounded_scores(kv, rows, left, first, scratch)
             continue
         columns = Panels(np.int64(runs.ctypes.data), depth, _LINE, depth, _LINE)
@@ -148,16 +151,16 @@ def _compute_rounded_scores(kv: PagedKV, rows: int, left: int, first: int, scrat
 
 @inlined
 def _accumulate_values(
-    kv: PagedKV, rows: int, low: int, high: int, now: int, scratch: AttentionWorkspace, out: Rows
+    kv: PagedKV, packed: Any, rows: int, low: int, high: int, now: int, scratch: AttentionWorkspace, out: Rows
 ) -> None:
     """out [rows, value_dim] += weights [rows, TILE_TOKENS] times the values of a part of a tile."""
-    weights, runs, itemsize, is_packed = scratch.weights, scratch.runs, kv.itemsize, kv.itemsize == 1
+    weights, runs, itemsize = scratch.weights, scratch.runs, kv.itemsize
     rounded, headers = scratch.rounded_weights, scratch.weight_headers
     pair = 4 // itemsize
     run, depth = LANES // pair, -(-(high - low) // pair)
-    if is_packed:
+    if packed is not None:
         depth = -(-depth // run) * run
-    width, half = LANES * (LANES if is_packed else kv.block_size) * itemsize, LANES * LANES * itemsize
+    width, half = LANES * (kv.block_size if packed is None else LANES) * itemsize, LANES * LANES * itemsize
     columns = Panels(np.int64(runs.ctypes.data) + low // LANES * 32, run, _LINE, depth, _LINE)
     for i in range(TILE_TOKENS // LANES):
         runs[i, 0], runs[i, 2] = scratch.panels[now, 1, i], scratch.panels[1 - now, 0, i]
@@ -169,7 +172,7 @@ def _accumulate_values(
         for top in range(0, rows, MAX_ROWS):
             count = min(MAX_ROWS, rows - top)
             target = Rows(out.address + top * out.stride + panel * LANES * 4, out.stride)
-            if is_packed:
+            if packed is not None:
                 left = Rows(rounded.ctypes.data + (top * TILE_TOKENS + low) * 2, TILE_TOKENS * 2)
                 of_headers = Rows(headers.ctypes.data + top * HEADER_BYTES, HEADER_BYTES)
                 multiply_byte_tile(kv.microkernel, left, of_headers, columns, target, count, 1)
@@ -196,19 +199,19 @@ def _cap_scores(scores: Any, rows: int, params: AttentionParams, scales: Any) ->
 
 @inlined
 def _weigh(
-    is_packed: bool, token: int, positions: Any, group: int, top: int, rows: int, params: AttentionParams,
+    packed: Any, token: int, positions: Any, group: int, top: int, rows: int, params: AttentionParams,
     scratch: AttentionWorkspace, states: Rows, width: int,
 ) -> None:  # fmt: skip
     """Turns the scores of the rows from `top` on into weights, and rescales their states if need be."""
     scores, weights = scratch.scores, scratch.weights
     scale, key_scales, value_scales = np.float32(LOG2_E), scratch.scales[2], scratch.scales[1]
     if params.softcap > 0:
-        _cap_scores(scores, rows, params, scratch.scales[0] if is_packed else key_scales)
+        _cap_scores(scores, rows, params, key_scales if packed is None else scratch.scales[0])
     else:
         key_scales = scratch.scales[0]
         scale = np.float32(params.scale * LOG2_E)
     targets, row_bytes = np.int64(weights.ctypes.data), TILE_TOKENS * weights.itemsize
-    if is_packed:
+    if packed is not None:
         targets, row_bytes = np.int64(scratch.rounded_weights.ctypes.data), TILE_TOKENS * 2
     headers = np.int64(scratch.weight_headers.ctypes.data)
     first_position, last_position = positions[top // group], positions[(top + rows - 1) // group]
@@ -222,15 +225,15 @@ def _weigh(
             position = positions[(top + i) // group]
             first, stop = first_seen(position, params) - token, position + 1 - token
             if first > 0 or stop < TILE_TOKENS:
-                if is_packed:
-                    softmax_row(weights[0, 0], source, target, state, width, scale, scales, (first, stop))
-                else:
+                if packed is None:
                     softmax_row(weights[0, 0], source, target, state, width, scale, None, (first, stop))
+                else:
+                    softmax_row(weights[0, 0], source, target, state, width, scale, scales, (first, stop))
                 continue
-        if is_packed:
-            softmax_row(weights[0, 0], source, target, state, width, scale, scales, None)
-        else:
+        if packed is None:
             softmax_row(weights[0, 0], source, target, state, width, scale, None, None)
+        else:
+            softmax_row(weights[0, 0], source, target, state, width, scale, scales, None)
 
 
 @kernel
@@ -262,10 +265,10 @@ def _attend_tile(
             continue
         source = Rows(query.ctypes.data + (begin + top) * query_stride, query_stride)
         target = Rows(states.ctypes.data + (begin + top) * state_stride, state_stride)
-        _compute_scores(kv, source, begin + top, rows, low, high, now, scratch)
+        _compute_scores(kv, kv.packed, source, begin + top, rows, low, high, now, scratch)
         width = states.shape[1] - 2 * LANES
-        _weigh(kv.itemsize == 1, token, positions, group, top, rows, params, scratch, target, width)
-        _accumulate_values(kv, rows, low, high, now, scratch, target)
+        _weigh(kv.packed, token, positions, group, top, rows, params, scratch, target, width)
+        _accumulate_values(kv, kv.packed, rows, low, high, now, scratch, target)
 
 
 @kernel
@@ -315,7 +318,7 @@ def _attend_task(
     all_before = scratch.states[0]
     for i in range(rows):  # also for a task whose tokens are all before the window: it sees nothing
         _reset(all_before[i])
-    now, is_packed = 0, kv.itemsize == 1
+    now = 0
     if max(begin, lowest) < end:
         _list_panels(kv, _Tile(table, first_head, max(begin, lowest), end), scratch.panels[now])
     for split in range(max(begin, lowest // SPLIT * SPLIT), end, SPLIT):
@@ -330,8 +333,7 @@ def _attend_task(
                     following = _Tile(table, head + 1, token, end)
                 elif token + TILE_TOKENS < end:
                     following = _Tile(table, first_head, token + TILE_TOKENS, end)
-                if is_packed:
-                    _copy_scales(kv, scratch.panels[now], scratch.scales)
+                _copy_scales(kv, kv.packed, scratch.panels[now], scratch.scales)
                 if following.stop > 0:
                     _list_panels(kv, following, scratch.panels[1 - now])
                 else:
@@ -417,10 +419,7 @@ def attend(
                 at = (head - first_head) * per_head + token * group
                 for i in range(group):
                     start = (head * group + i) * kv.key_dim
-                    if kv.itemsize == 1:
-                        _round(query[row, start : start + kv.key_dim], scratch, at + i)
-                    else:
-                        _copy(query[row, start : start + kv.key_dim], scratch.query[at + i])
+                    _take(kv.packed, query[row, start : start + kv.key_dim], scratch, at + i)
         upcoming = _first_tile(kv, plan, heads, likely_task(worker, phase, num_tasks))
         positions = scratch.positions[:tokens]
         _attend_task(kv, task, plan.tables[sequence], upcoming, positions, group, params, scratch)
@@ -460,8 +459,11 @@ def _copy(source: Any, target: Any) -> None:
 
 
 @kernel
-def _round(source: Any, scratch: AttentionWorkspace, row: int) -> None:
-    """Rounds a query [key_dim] for keys of bytes."""
+def _take(packed: Any, source: Any, scratch: AttentionWorkspace, row: int) -> None:
+    """Takes a query [key_dim] as the products with such keys need it."""
+    if packed is None:
+        _copy(source, scratch.query[row])
+        return
     for group in range(0, len(source), GROUP):
         part = source[group : group + GROUP]
         into = scratch.rounded_query[row, group : group + len(part)]

@@ -5,54 +5,71 @@ The code is kept on disk, where the process that needs it finds it. Numba compil
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from importlib import import_module
-from typing import Any
+from typing import Any, Self
 
 from cbatch.isolate.worker import Worker, WorkerFailed
-from cbatch.kernels.cpu.jit import Part, address_of, is_kept
+from cbatch.kernels.cpu.jit import Part, compile_free, is_kept
 
 SEND_SECONDS = 60.0
 """How long a process may take to read what it is to compile."""
 
 
-@contextmanager
-def built_beside(parts: Iterable[Part], processes: int) -> Iterator[None]:
-    """Parts that are not kept on disk are compiled by other processes meanwhile.
+class Builders:
+    """Processes that compile beside this one, until the end of a `with` block.
 
-    Where that fails, or is not finished, `address_of` compiles them or waits. Call it before this ends.
-
-    processes: the most there may be
+    What they do not get to, or where they fail, `compile_free` and `address_of` compile. Call those in the block.
     """
-    # A frozen program starts itself instead of Python.
-    missing = [] if getattr(sys, "frozen", False) else [part for part in parts if not is_kept(part)]
-    builders = []
-    for share in filter(None, (missing[number::processes] for number in range(processes))):
-        try:
-            builders.append(_start(share))
-        except OSError:
-            break
-    try:
-        yield
-    finally:
-        for builder in builders:
-            builder.kill()
 
+    def __init__(self, most: int, module: str, at_once: bool) -> None:
+        """They begin when `compile` finds that parts are not kept on disk, or at once.
 
-def _start(parts: list[Part]) -> Worker:
-    builder = Worker(f"{__name__}:Builder")
-    named = [(part.function.__module__, part.function.__name__, part.signature) for part in parts]
-    with suppress(WorkerFailed):
-        builder.send("compile", named, timeout_s=SEND_SECONDS)
-    return builder
+        most:   processes there may be
+        module: each of them imports it first
+        """
+        # A frozen program starts itself instead of Python.
+        self._most, self._module = 0 if getattr(sys, "frozen", False) else most, module
+        self._workers: list[Worker] = []
+        if at_once:
+            self._start(self._most)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for worker in self._workers:
+            worker.kill()
+
+    def compile(self, parts: Iterable[Part]) -> None:
+        """Has those parts compiled that are not kept. The first processes begin with the first ones."""
+        missing = [
+            (part.function.__module__, part.function.__name__, part.signature)
+            for part in (parts if self._most else ())
+            if not is_kept(part)
+        ]
+        self._start(min(self._most, len(missing)))
+        for number, worker in enumerate(self._workers[: len(missing)]):
+            with suppress(WorkerFailed):
+                worker.send("compile", missing[number:] + missing[:number], timeout_s=SEND_SECONDS)
+
+    def _start(self, count: int) -> None:
+        with suppress(OSError):
+            while len(self._workers) < count:
+                self._workers.append(Worker(f"{__name__}:Builder", self._module))
 
 
 class Builder:
     """The compiler in another process."""
 
+    def __init__(self, module: str) -> None:
+        gc.disable()
+        import_module(module)
+
     def compile(self, parts: list[tuple[str, str, Any]]) -> None:
         for module, name, signature in parts:
             found = getattr(import_module(module), name)
-            address_of(Part(getattr(found, "function", found), signature))
+            compile_free([Part(getattr(found, "function", found), signature)])

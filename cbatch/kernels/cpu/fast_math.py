@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 from numba import types
-from numba.extending import overload
 
 from cbatch.kernels.cpu.emit import FLOAT, INT32, Value, emitted
-from cbatch.kernels.cpu.jit import kernel
+from cbatch.kernels.cpu.jit import by_types, kernel
 
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693359375)
@@ -37,7 +36,7 @@ def to_float32(x: Any) -> Any:
     raise TypeError("Only kernels can call this.")
 
 
-@overload(to_float32, strict=False)  # type: ignore[untyped-decorator]
+@by_types(to_float32)
 def _to_float32(x: Any) -> Any:
     if x == types.uint16:
         return lambda x: from_bits(np.uint32(x) << np.uint32(16))
@@ -49,7 +48,7 @@ def from_float32(x: Any, like: Any) -> Any:
     raise TypeError("Only kernels can call this.")
 
 
-@overload(from_float32, strict=False)  # type: ignore[untyped-decorator]
+@by_types(from_float32)
 def _from_float32(x: Any, like: Any) -> Any:
     if like.dtype == types.uint16:
         return lambda x, like: round_to_bfloat16(x)

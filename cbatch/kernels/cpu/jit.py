@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from threading import Timer
 from typing import Any, NamedTuple, TypeVar, cast
 
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic, register_jitable
+from numba.core.datamodel.models import OpaqueModel
+from numba.core.typing.templates import AttributeTemplate
+from numba.extending import (
+    infer_getattr,
+    intrinsic,
+    lower_getattr_generic,
+    overload,
+    register_jitable,
+    register_model,
+)
 
 import cbatch.kernels.cpu.instruction_sets  # noqa: F401  # before numba compiles anything
 from cbatch import compat
-from cbatch.compat import NO_REFERENCE_COUNTS, inner_compiler, is_compiled, keep_compiled, new_callback
+from cbatch.compat import (
+    NO_REFERENCE_COUNTS,
+    compiled_once,
+    compilers,
+    is_being_compiled,
+    is_compiled,
+    keep_compiled,
+    new_callback,
+)
 from cbatch.kernels.cpu.emit import INT8, Value, emitted
 from cbatch.runtime.numba_setup import why_not_trusted
 
@@ -33,36 +53,50 @@ OPTIONS = {
 }
 """Sums are vectorized in an order of the compiler's choice, always the same; NaN and infinity stay what they are."""
 
+_OUTER, _INNER = ({"pipeline_class": each, **OPTIONS} for each in compilers())
 
-_INNER_COMPILER = inner_compiler()
+SLOW_SECONDS = 2.0
+"""Compiling is told to people if it takes longer."""
 
 
 def kernel(function: Function) -> Function:
     """Compiles a function that only other kernels call. It holds no Python objects and allocates no arrays."""
-    return cast(Function, njit(pipeline_class=_INNER_COMPILER, **OPTIONS)(function))
+    return cast(Function, compiled_once(njit(**_INNER)(function)))
 
 
 def inlined(function: Function) -> Function:
-    """A kernel whose code becomes a part of its callers: others cannot return a part of an array."""
-    return cast(Function, njit(inline="always", **OPTIONS)(function))
+    """A kernel whose code becomes a part of its callers, whatever its size."""
+    return cast(Function, compiled_once(njit(forceinline=True, **_INNER)(function)))
 
 
 def shared(function: Function) -> Function:
     """A function that Python and kernels call."""
-    return cast(Function, register_jitable(**OPTIONS)(function))
+    return cast(Function, register_jitable(**_INNER)(function))
+
+
+def by_types(function: Callable[..., Any]) -> Callable[[Function], Function]:
+    """Makes what is decorated, which gives a function for the types of arguments, a kernel that this one stands for."""
+    return cast(Callable[[Function], Function], overload(function, jit_options=_INNER, strict=False))
 
 
 def entry(function: Function) -> Function:
     """A kernel that Python calls. It is compiled at its first call with arguments of new types, and kept on disk."""
-    compiled = njit(**OPTIONS)(function)
+    compiled = njit(**_OUTER)(function)
     _keep(compiled, function)
+    compile = compiled.compile
+
+    def compile_and_say(signature: Any) -> Any:
+        with compiling():
+            return compile(signature)
+
+    compiled.compile = compile_and_say
     return cast(Function, compiled)
 
 
 class Part(NamedTuple):
-    """A function that is compiled by itself, to be called by its address; kept on disk like an entry.
+    """A function that is compiled by itself, to be called by its address; or an entry. It is kept on disk.
 
-    signature: of numba
+    signature: of numba; of an entry its arguments
     """
 
     function: Callable[..., Any]
@@ -71,20 +105,65 @@ class Part(NamedTuple):
 
 def is_kept(part: Part) -> bool:
     """Whether its code is on disk; also True if no code can be kept there."""
-    return is_compiled(_callback(part))
+    return is_compiled(_compiled(part), part.signature)
+
+
+def is_known(function: Any) -> bool:
+    """Whether code of an entry is on disk for any types; also True if none can be kept there."""
+    return is_compiled(function, None)
+
+
+def compile_free(parts: Iterable[Part]) -> None:
+    """Compiles those parts that are not kept, and that no other process compiles."""
+    for part in parts:
+        if not is_kept(part) and not is_being_compiled(_compiled(part)):
+            _compiled(part).compile(*[part.signature] * _is_entry(part))
 
 
 @cache
 def address_of(part: Part) -> int:
-    compiled = _callback(part)
+    compiled = _compiled(part)
     compiled.compile()
     return int(compiled.address)
 
 
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Says so if the block takes long. Meanwhile nothing collects garbage, which would take a quarter of the time."""
+    timer = Timer(SLOW_SECONDS, _warn_of_compilation)
+    timer.daemon = True
+    timer.start()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if collects:
+            gc.enable()
+
+
 @cache
-def _callback(part: Part) -> Any:
-    """Not compiled yet. Its machine code lives as long as it does."""
-    compiled = new_callback(part.function, part.signature, OPTIONS)
+def code_size(function: Callable[..., Any]) -> int:
+    """Bytes of the code of a function and of the kernels that it calls, to which the time to compile it is about
+    proportional.
+    """
+    whole: Any = function
+    code = whole.__code__
+    called = (whole.__globals__.get(name) for name in code.co_names)
+    return len(code.co_code) + sum(code_size(each.py_func) for each in called if hasattr(each, "py_func"))
+
+
+def _is_entry(part: Part) -> bool:
+    return hasattr(part.function, "py_func")
+
+
+@cache
+def _compiled(part: Part) -> Any:
+    """A callback is not compiled yet. Its machine code lives as long as it does."""
+    if _is_entry(part):
+        return part.function
+    compiled = new_callback(part.function, part.signature, _OUTER)
     _keep(compiled, part.function)
     return compiled
 
@@ -116,29 +195,105 @@ def as_pointer(address: Value) -> Any:
     return address.pointer(INT8)
 
 
+class Reference(types.Type):  # type: ignore[misc]
+    """The address of a named tuple, of which a function reads the fields that it needs.
+
+    A field that consists of named tuples is a reference again. As arguments, all the numbers of a step's arrays take
+    longer to compile than many an instruction.
+    """
+
+    def __init__(self, target: Any) -> None:
+        super().__init__(f"reference({target})")
+        self.target = target
+
+    def field(self, name: str) -> tuple[int, Any, bool]:
+        """Its place, its type, and whether it is a reference."""
+        place = self.target.fields.index(name)
+        found = self.target.types[place]
+        is_nested = isinstance(found, types.NamedTuple) and all(isinstance(of, types.NamedTuple) for of in found.types)
+        return place, Reference(found) if is_nested else found, is_nested
+
+
+register_model(Reference)(OpaqueModel)
+
+
+@infer_getattr
+class _Fields(AttributeTemplate):  # type: ignore[misc]
+    key = Reference
+
+    def generic_resolve(self, reference: Reference, name: str) -> Any:
+        return reference.field(name)[1] if name in reference.target.fields else None
+
+
+@lower_getattr_generic(Reference)  # type: ignore[untyped-decorator]
+def _field(context: Any, builder: Any, reference: Reference, address: Any, name: str) -> Any:
+    place, kind, is_nested = reference.field(name)
+    whole = builder.bitcast(address, context.get_data_type(reference.target).as_pointer())
+    found = cgutils.gep_inbounds(builder, whole, 0, place)
+    if is_nested:
+        return builder.bitcast(found, cgutils.voidptr_t)
+    return context.data_model_manager[kind].load_from_data_pointer(builder, found)
+
+
 @intrinsic  # type: ignore[untyped-decorator]
-def view_as(context: Any, memory: Any, like: Any) -> Any:
-    """Flat bytes as numbers of the type of `like`, a number."""
-    kind = types.Array(like, 1, "C")
+def reference_to(context: Any, target: Any) -> Any:
+    """To a named tuple, for as long as the function runs that asks for it."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        from numba.np.arrayobj import populate_array  # with much of numba, for which kernels on disk need not wait
+        data = context.data_model_manager[target].as_data(builder, args[0])
+        return builder.bitcast(cgutils.alloca_once_value(builder, data), cgutils.voidptr_t)
 
+    return Reference(target)(target), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def view_as(context: Any, memory: Any, like: Any) -> Any:
+    """The bytes of numbers that lie one after the other as numbers of the type of `like`. The last dimension changes.
+
+    `view` does that, too, but its checks take long to compile.
+    """
+    kind = types.Array(like, memory.ndim, "C")
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source = context.make_array(memory)(context, builder, args[0])
-        found = context.make_array(kind)(context, builder)
-        number = context.get_data_type(like)
-        size = ir.Constant(ir.IntType(64), context.get_abi_sizeof(number))
-        data = builder.bitcast(source.data, number.as_pointer())
-        populate_array(found, data, [builder.sdiv(source.nitems, size)], [size], size, None, None)
-        return found._getvalue()
+        *shape, last = cgutils.unpack_tuple(builder, source.shape)
+        before, after = (
+            ir.Constant(ir.IntType(64), context.get_abi_sizeof(context.get_data_type(number)))
+            for number in (memory.dtype, like)
+        )
+        return _view(context, builder, kind, source, [*shape, builder.sdiv(builder.mul(last, before), after)])
 
     return kind(memory, like), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def as_rows(context: Any, numbers: Any, rows: Any, columns: Any) -> Any:
+    """Numbers that lie one after the other as [rows, columns]. For `reshape`, see `view_as`."""
+    kind = types.Array(numbers.dtype, 2, "C")
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source = context.make_array(numbers)(context, builder, args[0])
+        return _view(context, builder, kind, source, args[1:])
+
+    return kind(numbers, types.int64, types.int64), generate
+
+
+def _view(context: Any, builder: Any, kind: Any, source: Any, shape: Sequence[Any]) -> Any:
+    """The memory of one array as another."""
+    from numba.np.arrayobj import populate_array  # with much of numba, for which kernels on disk need not wait
+
+    found, number = context.make_array(kind)(context, builder), context.get_data_type(kind.dtype)
+    size = ir.Constant(ir.IntType(64), context.get_abi_sizeof(number))
+    strides = [builder.mul(size, shape[1]), size] if len(shape) == 2 else [size]
+    data = builder.bitcast(source.data, number.as_pointer())
+    populate_array(found, data, shape, strides, size, None, None)
+    return found._getvalue()
 
 
 def _keep(compiled: Any, function: Callable[..., Any]) -> None:
     keep_compiled(
         compiled, function, _sources(Path(inspect.getfile(function))), why_not_trusted=_why_not_trusted,
-        on_miss=_warn_of_compilation, on_error=lambda error: _warn_of_cache(str(error)),
+        on_error=lambda error: _warn_of_cache(str(error)),
     )  # fmt: skip
 
 
@@ -165,9 +320,7 @@ def _kernels() -> bytes:
 
 @cache
 def _warn_of_compilation() -> None:
-    _log.warning(
-        "Compiling kernels for this processor. This takes up to half a minute, the first time a feature is used."
-    )
+    _log.warning("Compiling kernels for this processor. This takes some seconds, the first time a feature is used.")
 
 
 @cache

@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import overload
 
 from cbatch.kernels.cpu.emit import INT32, LANES, LIKE, WORDS, Value, emitted
 from cbatch.kernels.cpu.fast_math import TO_INTEGER, bits_of, from_bits, from_float32, to_float32
-from cbatch.kernels.cpu.jit import entry, kernel
+from cbatch.kernels.cpu.jit import by_types, entry, kernel, view_as
 from cbatch.kernels.cpu.matmul.byte_tile import OFFSET
 from cbatch.kernels.cpu.matmul.microkernel import prefetch_to_write
 from cbatch.kernels.cpu.paged_kv import AttentionPlan, PagedKV
@@ -135,7 +134,7 @@ def _round_row(numbers: Any, row: Any) -> Any:
     raise TypeError("Only kernels can call this.")
 
 
-@overload(_round_row, strict=False)  # type: ignore[untyped-decorator]
+@by_types(_round_row)
 def _overload_round_row(numbers: Any, row: Any) -> Any:
     if row.dtype == types.uint8:
         return lambda numbers, row: round_to_bytes(numbers, row)
@@ -225,8 +224,8 @@ def prefetch_stored(kv: PagedKV, slots: Any, first: int, stop: int, heads: int) 
 
 @kernel
 def store_kv(
-    kv: PagedKV, slots: Any, first: int, stop: int, keys: Any, key_column: int, values: Any, value_column: int,
-    heads: int, rows: Any,
+    kv: PagedKV, packed: Any, slots: Any, first: int, stop: int, keys: Any, key_column: int, values: Any,
+    value_column: int, heads: int, rows: Any,
 ) -> None:  # fmt: skip
     """Stores keys and values of the rows of a chunk (see `AttentionPlan.chunks`) in the cache.
 
@@ -234,10 +233,10 @@ def store_kv(
     slots:  [T] where each row goes
     rows:   [16, the larger of key_dim and value_dim] scratch in the type that goes into products
     """
-    if kv.itemsize == 1:
-        _store_rows(kv, slots, first, stop, keys, key_column, values, value_column, heads, rows.view(np.uint8))
-    else:
+    if packed is None:
         _store_rows(kv, slots, first, stop, keys, key_column, values, value_column, heads, rows)
+    else:
+        _store_rows(kv, slots, first, stop, keys, key_column, values, value_column, heads, view_as(rows, np.uint8(0)))
 
 
 @entry
@@ -248,4 +247,4 @@ def store_kv_layer(worker: Worker, kv: PagedKV, plan: AttentionPlan, keys: Any, 
     """
     for task in claimed(worker, 0, len(plan.chunks) - 1):
         first, stop = plan.chunks[task], plan.chunks[task + 1]
-        store_kv(kv, plan.slots, first, stop, keys, 0, values, 0, kv.heads, rows[worker.thread])
+        store_kv(kv, kv.packed, plan.slots, first, stop, keys, 0, values, 0, kv.heads, rows[worker.thread])

@@ -13,12 +13,12 @@ A cache of bytes (see `kv_store`) is made of panels of 16 tokens, each with 16 f
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cbatch.kernels.cpu.jit import entry, kernel
+from cbatch.kernels.cpu.jit import as_rows, entry, kernel
 from cbatch.kernels.cpu.matmul.byte_tile import GROUP
 from cbatch.kernels.cpu.matmul.microkernel import LANES, left_dtype, pad_columns
 from cbatch.kernels.cpu.softmax import TILE_TOKENS
@@ -51,12 +51,15 @@ class PagedKV(NamedTuple):
     microkernel:   see `microkernel_address`
     keys, values:  flat, the bytes of all of its pages
     itemsize:      bytes of a number: 4 in float32, 2 in bfloat16, 1 in a cache of bytes
+    packed:        True for a cache of bytes, otherwise None. Kernels take it as an argument of its own: branches for
+                   `None` are not compiled for `True`, nor the others for `None`
     """
 
     microkernel: int
     keys: NDArray[np.uint8]
     values: NDArray[np.uint8]
     itemsize: int
+    packed: Literal[True] | None
     heads: int
     key_dim: int
     value_dim: int
@@ -67,7 +70,7 @@ class PagedCaches(NamedTuple):
     """The caches of all layers.
 
     keys, values: flat, the bytes of one layer after those of the one before
-    itemsize:     bytes of a number
+    itemsize:     bytes of a number; `packed` as in `PagedKV`
     layout:       [layers, 5] int64: at which bytes the keys and the values of a layer begin, its heads, key_dim and
                   value_dim
     """
@@ -76,6 +79,7 @@ class PagedCaches(NamedTuple):
     keys: NDArray[np.uint8]
     values: NDArray[np.uint8]
     itemsize: int
+    packed: Literal[True] | None
     layout: NDArray[np.int64]
     block_size: int
 
@@ -84,8 +88,8 @@ class PagedCaches(NamedTuple):
 def kv_of_layer(caches: PagedCaches, layer: int) -> PagedKV:
     keys, values, heads, key_dim, value_dim = caches.layout[layer]
     return PagedKV(
-        caches.microkernel, caches.keys[keys:], caches.values[values:], caches.itemsize, heads, key_dim, value_dim,
-        caches.block_size,
+        caches.microkernel, caches.keys[keys:], caches.values[values:], caches.itemsize, caches.packed, heads,
+        key_dim, value_dim, caches.block_size,
     )  # fmt: skip
 
 
@@ -117,6 +121,15 @@ class AttentionPlan(NamedTuple):
     partials: NDArray[np.float32]
     slots: NDArray[np.int64]
     chunks: NDArray[np.int64]
+
+
+_NOTHING, _NO_ROWS = np.empty(0, np.int64), np.empty((0, 0), np.int64)
+
+NO_PLAN = AttentionPlan(
+    np.empty((0, 0), np.int32), _NOTHING, _NOTHING, _NO_ROWS, _NO_ROWS, 0, _NO_ROWS, np.empty((0, 0, 0), np.float32),
+    _NOTHING, _NOTHING,
+)  # fmt: skip
+"""For its types."""
 
 
 def plan_attention(batch: RaggedBatch, block_size: int, heads: int, group: int, value_dim: int) -> AttentionPlan:
@@ -171,14 +184,14 @@ def _plan_tasks(
         first_rows[sequence] = row
         row += tokens
         if tokens == 1 and begin >= SPLIT:
-            merges[num_merges] = row - 1, num_partials, begin // SPLIT + 1
+            _write(merges[num_merges], (row - 1, num_partials, begin // SPLIT + 1))
             num_merges += 1
             num_partials += begin // SPLIT + 1
             num_splits = max(num_splits, begin // SPLIT + 1)
         else:
             for first in range(0, tokens, max_tokens):
                 taken = min(max_tokens, tokens - first)
-                tasks[num_tasks] = sequence, first, taken, 0, begin + first + taken, -1
+                _write(tasks[num_tasks], (sequence, first, taken, 0, begin + first + taken, -1))
                 num_tasks += 1
     if num_splits:
         num_tasks = _plan_splits(
@@ -235,11 +248,12 @@ def _plan_splits(
     """
     count, num_members = len(begins), 0
     group_of, firsts, sizes = scratch[:count], scratch[count : 2 * count], scratch[2 * count : 3 * count]
-    members_of = scratch[3 * count : 5 * count].reshape(count, 2)  # of each group, from where to where there are any
+    members_of = as_rows(scratch[3 * count : 5 * count], count, 2)  # of each group, from where to where there are any
     hashed = scratch[5 * count :]
     for split in range(num_splits):
         start, num_groups, partial = split * SPLIT, 0, split
-        hashed[:] = -1
+        for place in range(len(hashed)):
+            hashed[place] = -1
         for sequence in range(count):
             if not _is_split(begins, ends, sequence) or begins[sequence] < start:
                 continue
@@ -255,9 +269,9 @@ def _plan_splits(
             first, stop = firsts[group], min(begins[firsts[group]] + 1, start + SPLIT)
             for member in range(0, sizes[group], max_tokens):
                 taken = min(max_tokens, sizes[group] - member)
-                tasks[num_tasks] = first, 0, taken, start, stop, num_members + member
+                _write(tasks[num_tasks], (first, 0, taken, start, stop, num_members + member))
                 num_tasks += 1
-            members_of[group] = num_members
+            members_of[group, 0] = members_of[group, 1] = num_members
             num_members += sizes[group]
         for sequence in range(count):
             if not _is_split(begins, ends, sequence):
@@ -268,6 +282,12 @@ def _plan_splits(
                 members_of[group, 1] += 1
             partial += begins[sequence] // SPLIT + 1
     return num_tasks
+
+
+@kernel
+def _write(row: Any, numbers: Any) -> None:
+    for place in range(len(numbers)):  # an assignment of all takes long to compile
+        row[place] = numbers[place]
 
 
 @kernel

@@ -17,7 +17,18 @@ from numba import typeof, types
 from numpy.typing import NDArray
 
 from cbatch.kernels.cpu.activation import ActivationParams
-from cbatch.kernels.cpu.jit import Part, as_pointer, call_address, entry, inlined, kernel
+from cbatch.kernels.cpu.jit import (
+    Part,
+    Reference,
+    as_pointer,
+    as_rows,
+    call_address,
+    code_size,
+    entry,
+    inlined,
+    kernel,
+    reference_to,
+)
 from cbatch.kernels.cpu.matmul.experts import Routing
 from cbatch.kernels.cpu.matmul.linear import LinearWorkspace, PackedMatrix
 from cbatch.kernels.cpu.matmul.lora import LoraStep
@@ -41,6 +52,10 @@ NORM = np.dtype([("kind", np.int64), ("eps", np.float32), ("weight", np.int64), 
 
 ACTIVATION = np.dtype([("kind", np.int64), ("params", np.int64)])
 """See `ActivationParams`. The parameters are a place among the vectors, -1 for none."""
+
+
+NO_PROGRAM = np.empty((0, 2), np.int64)
+"""For the types of `run_step`."""
 
 
 class Weights(NamedTuple):
@@ -142,12 +157,21 @@ class Instruction:
 
 
 def parts_of(records: Mapping[Instruction, NDArray[Any]], step: Step) -> dict[Instruction, Part]:
-    """The functions compiled for instructions with such records, and for steps of these types."""
-    worker, shared = typeof(lone_worker()), typeof(step)
+    """The functions compiled for instructions with such records, and for steps of these types.
+
+    Those that take longest to compile come first.
+    """
+    worker, shared = typeof(lone_worker()), Reference(typeof(step))
+    kinds = sorted(records, key=lambda kind: -code_size(kind.function))
     return {
-        kind: Part(kind.function, types.int64(worker, types.int64, typeof(array).dtype, shared))
-        for kind, array in records.items()
+        kind: Part(kind.function, types.int64(worker, types.int64, typeof(records[kind]).dtype, shared))
+        for kind in kinds
     }
+
+
+def entry_of(step: Step) -> Part:
+    """The function that runs all instructions of such steps."""
+    return Part(run_step, tuple(map(typeof, (lone_worker(), NO_PROGRAM, step))))
 
 
 def instruction(integers: str = "", floats: str = "", **fields: Any) -> Callable[[Any], Instruction]:
@@ -160,8 +184,8 @@ def instruction(integers: str = "", floats: str = "", **fields: Any) -> Callable
 def floats_of(step: Step, place: Any) -> Any:
     """A buffer [T, width] of float32.  place: BUFFER"""
     tokens = len(step.inputs.ids)
-    return step.buffers.arenas.floats[place.start * tokens : (place.start + place.width) * tokens].reshape(
-        tokens, place.width
+    return as_rows(
+        step.buffers.arenas.floats[place.start * tokens : (place.start + place.width) * tokens], tokens, place.width
     )
 
 
@@ -169,8 +193,8 @@ def floats_of(step: Step, place: Any) -> Any:
 def elements_of(step: Step, place: Any) -> Any:
     """A buffer [T, width] of the type that goes into products.  place: BUFFER"""
     tokens = len(step.inputs.ids)
-    return step.buffers.arenas.elements[place.start * tokens : (place.start + place.width) * tokens].reshape(
-        tokens, place.width
+    return as_rows(
+        step.buffers.arenas.elements[place.start * tokens : (place.start + place.width) * tokens], tokens, place.width
     )
 
 
@@ -217,6 +241,7 @@ def run_step(worker: Worker, program: NDArray[np.int64], step: Step) -> None:
     """
     # Not a plain 0: that has a type of its own, for which every kernel below would be compiled once more.
     phase: Any = np.int64(0)
+    shared = reference_to(step)
     for index in range(len(program)):
         function, record = program[index, 0], program[index, 1]
-        phase = call_address(function, (worker, phase, as_pointer(record), step))
+        phase = call_address(function, (worker, phase, as_pointer(record), shared))

@@ -242,7 +242,7 @@ def prepare(worker: Worker, phase: int, op: Any, step: Any) -> int:
             for i in range(first_key):
                 query[number, i] = from_float32(queries[i], query)
         stored = step.buffers.attention.stored[worker.thread]
-        store_kv(kv, plan.slots, first, stop, source, first_key, source, first_value, kv_heads, stored)
+        store_kv(kv, kv.packed, plan.slots, first, stop, source, first_key, source, first_value, kv_heads, stored)
     return phase + 1
 
 

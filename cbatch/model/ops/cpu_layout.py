@@ -159,6 +159,10 @@ class CpuLayout:
         types = map(np.dtype, (np.uint8, np.float32, np.float32, element, np.int64))
         return dict(zip(self._sizes, zip(self._sizes.values(), types, strict=True), strict=True))
 
+    def no_weights(self) -> Weights:
+        """Of the same types."""
+        return Weights(**{name: np.empty(0, type) for name, (_, type) in self._shapes().items()})
+
     def load(self, tensors: Tensors, shared: PackedFile | None) -> Weights:
         """The weights as the kernels take them, in memory of this process or mapped.
 

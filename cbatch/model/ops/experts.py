@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cbatch.kernels.cpu.fast_math import from_float32, to_float32
+from cbatch.kernels.cpu.jit import as_rows
 from cbatch.kernels.cpu.matmul.experts import choose, expert_matmul, sort_pairs
 from cbatch.kernels.cpu.matmul.linear import ACTIVATED, GATED, WRITE
 from cbatch.kernels.cpu.matmul.microkernel import pad_columns
@@ -281,7 +282,7 @@ def choose_experts(worker: Worker, phase: int, op: Any, step: Any) -> int:
 def gather_for_experts(worker: Worker, phase: int, op: Any, step: Any) -> int:
     """The source of each pair of a token and an expert, times its weight if `weigh_input`."""
     source, target, tokens = elements_of(step, op.source), elements_of(step, op.target), len(step.inputs.ids)
-    rows, routing = target.reshape(tokens * op.top_k, op.source.width), step.buffers.routing
+    rows, routing = as_rows(target, tokens * op.top_k, op.source.width), step.buffers.routing
     for task in claimed(worker, phase, tokens):
         for k in range(op.top_k):
             row, weight = rows[routing.places[task, k]], routing.weights[task, k]
@@ -301,12 +302,12 @@ def expert_product(worker: Worker, phase: int, op: Any, step: Any) -> int:
     """stride, columns: how far apart the matrices of experts are, in bytes, and their biases"""
     pairs, workspace = len(step.inputs.ids) * op.top_k, step.buffers.linear
     width, columns = op.source.width // op.top_k, op.target.width // op.top_k
-    source, first = elements_of(step, op.source).reshape(pairs, width), matrix_of(step.weights, op.matrix)
+    source, first = as_rows(elements_of(step, op.source), pairs, width), matrix_of(step.weights, op.matrix)
     activation, routing = activation_of(step.weights, op.activation), step.buffers.routing
     if op.mode == WRITE:
-        out = floats_of(step, op.target).reshape(pairs, columns)
+        out = as_rows(floats_of(step, op.target), pairs, columns)
         return expert_matmul(worker, phase, op, source, routing, first, out, activation, workspace)
-    activated = elements_of(step, op.target).reshape(pairs, columns)
+    activated = as_rows(elements_of(step, op.target), pairs, columns)
     return expert_matmul(worker, phase, op, source, routing, first, activated, activation, workspace)
 
 
@@ -315,7 +316,7 @@ def combine_experts(worker: Worker, phase: int, op: Any, step: Any) -> int:
     """The sum of each token's rows, times their weights unless those have multiplied what went in."""
     tokens, out = len(step.inputs.ids), floats_of(step, op.target)
     rows, routing = floats_of(step, op.source), step.buffers.routing
-    rows = rows.reshape(tokens * op.top_k, op.source.width // op.top_k)
+    rows = as_rows(rows, tokens * op.top_k, op.source.width // op.top_k)
     for task in claimed(worker, phase, tokens):
         target = out[task]
         if not op.add:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from cbatch.kernels.cpu.emit import INT16, Value, emitted
 from cbatch.kernels.cpu.fast_math import to_float32
-from cbatch.kernels.cpu.jit import kernel, shared
+from cbatch.kernels.cpu.jit import kernel, shared, view_as
 from cbatch.kernels.cpu.matmul.instructions import float16_to_float32, takes_bytes
 from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, pad_columns
 from cbatch.kernels.formats import (
@@ -156,11 +156,11 @@ def unpack_column(data: Any, start: int, kind: int, column: int, factor: float, 
     lane = column % COLUMNS
     tile = data[start + column // COLUMNS * tile_bytes(kind, depth) :][: tile_bytes(kind, depth)]
     if kind == FLOAT32:
-        floats = tile.view(np.float32)
+        floats = view_as(tile, np.float32(0))
         for i in range(depth):
             out[i] = factor * floats[i * COLUMNS + lane]
     elif kind == BFLOAT16:
-        pairs = tile.view(np.uint16)
+        pairs = view_as(tile, np.uint16(0))
         for i in range(depth):
             out[i] = factor * to_float32(pairs[i // 2 * 2 * COLUMNS + lane * 2 + i % 2])
     else:

@@ -13,7 +13,7 @@ from cbatch.kernels.cpu.activation import CLIPPED_SILU, SILU, ActivationParams, 
 from cbatch.kernels.cpu.emit import FLOATS, PARTS, Value, Variable, emitted, for_range, if_then
 from cbatch.kernels.cpu.fast_math import from_float32, silu, to_float32
 from cbatch.kernels.cpu.instruction_sets import CHOSEN
-from cbatch.kernels.cpu.jit import kernel, shared
+from cbatch.kernels.cpu.jit import kernel, shared, view_as
 from cbatch.kernels.cpu.matmul import amx, quantized
 from cbatch.kernels.cpu.matmul.formats import group_bytes, group_size, is_quantized, left_bytes_of, tile_bytes
 from cbatch.kernels.cpu.matmul.microkernel import (
@@ -175,7 +175,7 @@ def _prepare_row(row: Any, memory: Any, weights: int, left_bytes: int) -> None:
     if is_quantized(weights):
         quantize_row(row, memory, weights, left_bytes)
     else:
-        floats = memory.view(np.float32)
+        floats = view_as(memory, np.float32(0))
         for i in range(len(row)):
             floats[i] = to_float32(row[i])
 
