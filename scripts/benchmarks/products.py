@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -21,6 +21,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
+from cbatch.cli.bench.roofline import DeviceRates
 from cbatch.kernels.cpu.activation import ActivationParams
 from cbatch.kernels.cpu.emit import FLOATS, INT64, LITERAL, SHORTS, WORDS, Value, Variable, emitted, for_range
 from cbatch.kernels.cpu.instruction_sets import CHOSEN
@@ -41,6 +42,9 @@ SHAPES = {"135M Llama": (576, 1536), "Qwen3-0.6B": (1024, 3072), "Llama 3B": (30
 ROWS = (1, 8, 32, 128, 512)
 
 _ARENA_BYTES = 2**28
+_TRIES = 8
+"""The best of so many measurements is what a processor can do."""
+
 _SECONDS = 0.05
 """About how long one measurement takes."""
 
@@ -144,7 +148,7 @@ class Products:
         arena[:] = _BYTE
         self.matrix = PackedMatrix(arena, 0, kind, nothing, nothing)
         self.workspace = new_linear_workspace(pool.size, [kind], depth, rows=rows, left_bytes=left_bytes)
-        self.instruction = "bf16"
+        self.instruction = "bf16" if kind == BFLOAT16 else "float32"
         if is_quantized(kind):
             self.instruction = ("int8", "int16")[left_bytes_of(kind, left_bytes) - 1]
         self._next = 0
@@ -192,6 +196,16 @@ class Products:
             }
             for rows in sizes
         }
+
+
+def device_rates(kinds: Iterable[int], left_bytes: int) -> DeviceRates:
+    """The bandwidth, and the rate of the fastest instruction that products with matrices of these formats take."""
+    pool = shared_thread_pool(num_threads())
+    each = [Products(pool, kind, LANES, LANES, 1, left_bytes) for kind in kinds]
+    return DeviceRates(
+        max(each[0].bandwidth() for _ in range(_TRIES)),
+        max(products.matrix_rate() for products in each for _ in range(_TRIES)),
+    )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ from scripts.benchmarks.peers.work import Peer, PeerJob, PeerResult, PeerWork
 
 if TYPE_CHECKING:
     from cbatch import Engine
+    from cbatch.model.ops.program import Program
 
 
 def make_engine(job: PeerJob) -> Engine:
@@ -54,16 +55,15 @@ def session(job: PeerJob) -> Iterator[Callable[[PeerWork], PeerResult]]:
 def measure_floors(jobs: Sequence[PeerJob]) -> list[dict[str, Any]]:
     """The rates of the machine, and the least seconds that the work of each job can take with them, by its parts.
 
-    Quantized weights are multiplied at the rate of int8 products.
+    Memory is read at its bandwidth, and products take what their instruction takes on registers (see `products`).
     """
-    from cbatch.cli.bench.roofline import ROWS_PER_STEP, ModelCost, measure_rates, roofline_bound
+    from cbatch.cli.bench.roofline import ROWS_PER_STEP, ModelCost, roofline_bound
     from cbatch.cli.bench.workload import Workload
+    from scripts.benchmarks.products import device_rates
 
     with make_engine(jobs[0]) as engine:
-        rates, cost = measure_rates(engine.device, engine.model.dtype), ModelCost.of(engine)
-        in_experts, chosen = expert_shares(getattr(engine.model, "program", None))
-    if jobs[0].weights:
-        rates = replace(rates, flops_per_s=measure_int8_rate())
+        rates, cost = device_rates(engine.model.formats, engine.model.left_bytes), ModelCost.of(engine)
+        in_experts, chosen = expert_shares(engine.model.program)
     floors = []
     for job in jobs:
         work = job.work
@@ -76,12 +76,10 @@ def measure_floors(jobs: Sequence[PeerJob]) -> list[dict[str, Any]]:
     return floors
 
 
-def expert_shares(program: Any) -> tuple[float, float]:
+def expert_shares(program: Program) -> tuple[float, float]:
     """Shares: of a model's matrices those that belong to experts, and of a layer's experts those that a token takes."""
     from cbatch.model.ops.all import Experts, Linear, Route
 
-    if program is None:  # the layers of transformers
-        return 0.0, 1.0
     in_experts, others, top_k, chosen = 0, program.head.size, 0, 1.0
     for operation in program.operations:
         match operation:
@@ -94,18 +92,6 @@ def expert_shares(program: Any) -> tuple[float, float]:
                 in_experts += sum(matrix.size for matrix in (*operation.up, *operation.down))
                 chosen = top_k / len(operation.up)
     return in_experts / (in_experts + others), chosen
-
-
-def measure_int8_rate() -> float:
-    """Operations a second of a product of int8 matrices, which torch adds up in int32."""
-    import torch
-
-    from cbatch.cli.bench.roofline import best_time
-
-    size = 1024
-    left, right = (torch.randint(-127, 128, (size, size), dtype=torch.int8) for _ in range(2))
-    seconds = best_time(lambda: torch._int_mm(left, right), torch.device("cpu"), repeats=1)
-    return 2 * size**3 / seconds
 
 
 PEER = Peer("cbatch", ("cbatch", "torch", "transformers"), "pip install .", session)
