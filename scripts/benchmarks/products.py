@@ -48,8 +48,8 @@ _TRIES = 8
 _SECONDS = 0.05
 """About how long one measurement takes."""
 
-_WORDS_AT_ONCE, _WORDS_AHEAD = 16, 512
-"""Two lines of the cache, and how far ahead they are prefetched: some processors read a third faster then."""
+_STREAMS, _WORDS_OF_LINE, _LINES_AT_ONCE, _WORDS_AHEAD = 4, 8, 2, 512
+"""Places that are read at once, and how far ahead lines are prefetched: some processors read half as much again then."""
 
 _BYTE = 0x3F
 """All bytes of weights: an ordinary number in every format, for some processors take long for the smallest ones."""
@@ -113,10 +113,13 @@ def _execute(worker: Worker, number: int, memory: Any, num_tasks: int, loops: in
 def _read(worker: Worker, words: Any, sums: Any) -> None:
     for task in claimed(worker, 0, len(words) // _PIECE):
         total = np.int64(0)
-        for first in range(task * _PIECE, (task + 1) * _PIECE, _WORDS_AT_ONCE):
-            prefetch(words.ctypes.data + 8 * (first + _WORDS_AHEAD))
-            for word in range(first, first + _WORDS_AT_ONCE):
-                total += words[word]
+        for step in range(0, _PIECE // _STREAMS, _LINES_AT_ONCE * _WORDS_OF_LINE):
+            for stream in range(_STREAMS):
+                first = task * _PIECE + stream * (_PIECE // _STREAMS) + step
+                for line in range(_LINES_AT_ONCE):
+                    prefetch(words.ctypes.data + 8 * (first + _WORDS_AHEAD + line * _WORDS_OF_LINE))
+                for word in range(first, first + _LINES_AT_ONCE * _WORDS_OF_LINE):
+                    total += words[word]
         sums[worker.thread, 0] += total
 
 
@@ -199,13 +202,16 @@ class Products:
 
 
 def device_rates(kinds: Iterable[int], left_bytes: int) -> DeviceRates:
-    """The bandwidth, and the rate of the fastest instruction that products with matrices of these formats take."""
+    """The bandwidth, and the rate of the fastest instruction that products with matrices of these formats take.
+
+    Products with one row read faster than `_read` on some processors; then their rate is the bandwidth.
+    """
     pool = shared_thread_pool(num_threads())
+    reading = Products(pool, BFLOAT16, *SHAPES["Llama 3B"], rows=1, left_bytes=left_bytes)
+    seconds = reading.seconds_of(1)
+    rates = [max(reading.bandwidth(), reading.size / seconds()) for _ in range(_TRIES)]
     each = [Products(pool, kind, LANES, LANES, 1, left_bytes) for kind in kinds]
-    return DeviceRates(
-        max(each[0].bandwidth() for _ in range(_TRIES)),
-        max(products.matrix_rate() for products in each for _ in range(_TRIES)),
-    )
+    return DeviceRates(max(rates), max(products.matrix_rate() for products in each for _ in range(_TRIES)))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -62,8 +62,9 @@ def measure_floors(jobs: Sequence[PeerJob]) -> list[dict[str, Any]]:
     from scripts.benchmarks.products import device_rates
 
     with make_engine(jobs[0]) as engine:
-        rates, cost = device_rates(engine.model.formats, engine.model.left_bytes), ModelCost.of(engine)
-        in_experts, chosen = expert_shares(engine.model.program)
+        model: Any = engine.model  # of the grid's shapes all have a program
+        rates, cost = device_rates(model.formats, model.left_bytes), ModelCost.of(engine)
+        in_experts, chosen = expert_shares(model.program)
     floors = []
     for job in jobs:
         work = job.work
