@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +16,12 @@ from cbatch.batch.lines import RowOptions
 from cbatch.batch.row import Row
 from cbatch.requests.completion import Choice, Completion
 from cbatch.requests.input_processor import InputProcessor
+from cbatch.runtime.processors import read_processors
 from cbatch.tools.tool import NUM_CALLS
 from cbatch.validation.validation import Checker, Validation
 
-NUM_CHECKS = min(os.cpu_count() or 1, 4)
-"""Answers that are checked at the same time, in a batch without tools."""
+MOST_CHECKS = 4
+"""Answers that are checked at the same time, in a batch without tools; at most one on each core."""
 
 CORRECTION = "That answer is not valid: {error}. Give the whole answer again, without this error."
 
@@ -42,7 +42,9 @@ class Rounds:
         self._inputs, self._ask = inputs, ask
         self._tools = {tool.name: tool for tool in options.tools}
         self._validation = options.validation
-        num_threads, name = (NUM_CALLS, "cbatch-tool") if self._tools else (NUM_CHECKS, "cbatch-validate")
+        num_threads, name = NUM_CALLS, "cbatch-tool"
+        if not self._tools:
+            num_threads, name = min(read_processors().num_threads, MOST_CHECKS), "cbatch-validate"
         self._threads = ThreadPoolExecutor(num_threads, name)
         self._is_closed = threading.Event()
         self._dialogs: dict[int, Dialog] = {}

@@ -160,7 +160,7 @@ def test_generation_does_not_wait_for_checks(engine: Engine) -> None:
     while engine.stats().num_tokens - before < sum(4 * row.get("n", 1) for row in ROWS):
         assert thread.is_alive()
         thread.join(0.01)
-    assert len(seen) <= rounds.NUM_CHECKS and not rows
+    assert len(seen) <= rounds.MOST_CHECKS and not rows
     gate.set()
     thread.join(30)
     assert len(rows) == 12 and all(row.error is None for row in rows)
