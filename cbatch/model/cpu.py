@@ -25,13 +25,7 @@ from cbatch.kernels.cpu.matmul.experts import Routing
 from cbatch.kernels.cpu.matmul.linear import new_linear_workspace
 from cbatch.kernels.cpu.matmul.lora import NO_LORA
 from cbatch.kernels.cpu.matmul.microkernel import LANES, pad_columns
-from cbatch.kernels.cpu.paged_kv import (
-    NO_PLAN,
-    AttentionPlan,
-    PagedCaches,
-    new_attention_workspace,
-    plan_attention,
-)
+from cbatch.kernels.cpu.paged_kv import NO_PLAN, AttentionPlan, PagedCaches, new_attention_workspace, plan_attention
 from cbatch.kernels.cpu.recurrent import NO_RECURRENCE, Recurrence, new_recurrence, state_layout
 from cbatch.kernels.cpu.tensors import as_array, block_shapes, element_of, fits, paged_caches_of
 from cbatch.kernels.cpu.thread_pool import shared_thread_pool

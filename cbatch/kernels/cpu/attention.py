@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cbatch.kernels.cpu.emit import LINE
 from cbatch.kernels.cpu.fast_math import exp, from_float32, tanh, to_float32
 from cbatch.kernels.cpu.jit import entry, inlined, kernel
 from cbatch.kernels.cpu.kv_store import SCALE_BYTES, copy_vector
@@ -44,9 +45,6 @@ from cbatch.kernels.cpu.work_queue import Worker, claimed, likely_task
 
 _TASKS_PER_THREAD = 8
 """Enough that no thread waits long for the others at the end of a layer's attention."""
-
-_LINE = 64
-"""Bytes of a vector."""
 
 _MINUS_INFINITY, _LN2 = np.float32(-np.inf), np.float32(1 / LOG2_E)
 
@@ -99,8 +97,8 @@ def _copy_scales(kv: PagedKV, packed: Any, panels: Any, scales: Any) -> None:
         return
     target = np.int64(scales.ctypes.data)
     for part in range(TILE_TOKENS // LANES):
-        copy_vector(panels[0, part] + LANES * kv.key_dim, target + part * _LINE)
-        copy_vector(panels[1, part] + LANES * kv.value_dim, target + (TILE_TOKENS // LANES + part) * _LINE)
+        copy_vector(panels[0, part] + LANES * kv.key_dim, target + part * LINE)
+        copy_vector(panels[1, part] + LANES * kv.value_dim, target + (TILE_TOKENS // LANES + part) * LINE)
 
 
 @inlined
@@ -122,7 +120,7 @@ def _compute_scores(
         if packed is not None:
             _compute_rounded_scores(kv, rows, left, first, scratch)
             continue
-        columns = Panels(np.int64(runs.ctypes.data), depth, _LINE, depth, _LINE)
+        columns = Panels(np.int64(runs.ctypes.data), depth, LINE, depth, LINE)
         for top in range(0, rows, MAX_ROWS):
             out = Rows(scratch.scores.ctypes.data + (top * TILE_TOKENS + left) * 4, TILE_TOKENS * 4)
             rows_of_query = Rows(query.address + top * query.stride, query.stride)
@@ -136,7 +134,7 @@ def _compute_rounded_scores(kv: PagedKV, rows: int, left: int, first: int, scrat
     stride, header_stride = query.shape[1] * 2, headers.shape[1] * HEADER_BYTES
     for group in range(0, kv.key_dim, GROUP):
         steps = min(GROUP, kv.key_dim - group) // 4
-        columns = Panels(np.int64(runs.ctypes.data), steps, _LINE, steps, _LINE)
+        columns = Panels(np.int64(runs.ctypes.data), steps, LINE, steps, LINE)
         for top in range(0, rows, MAX_ROWS):
             out = Rows(scratch.scores.ctypes.data + (top * TILE_TOKENS + left) * 4, TILE_TOKENS * 4)
             of_query = Rows(query.ctypes.data + (first + top) * stride + group * 2, stride)
@@ -146,7 +144,7 @@ def _compute_rounded_scores(kv: PagedKV, rows: int, left: int, first: int, scrat
                 kv.microkernel, of_query, of_headers, columns, out, min(MAX_ROWS, rows - top), 1 if group else 0
             )
         for place in range(4):
-            runs[0, place] += steps * _LINE
+            runs[0, place] += steps * LINE
 
 
 @inlined
@@ -161,7 +159,7 @@ def _accumulate_values(
     if packed is not None:
         depth = -(-depth // run) * run
     width, half = LANES * (kv.block_size if packed is None else LANES) * itemsize, LANES * LANES * itemsize
-    columns = Panels(np.int64(runs.ctypes.data) + low // LANES * 32, run, _LINE, depth, _LINE)
+    columns = Panels(np.int64(runs.ctypes.data) + low // LANES * 32, run, LINE, depth, LINE)
     for i in range(TILE_TOKENS // LANES):
         runs[i, 0], runs[i, 2] = scratch.panels[now, 1, i], scratch.panels[1 - now, 0, i]
         runs[i, 1], runs[i, 3] = runs[i, 0] + width, runs[i, 2] + half

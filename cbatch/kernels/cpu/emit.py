@@ -17,6 +17,9 @@ from numba.extending import intrinsic
 LANES = 16
 """Numbers of 32 bits in a vector."""
 
+LINE = 4 * LANES
+"""Bytes of a vector, and of a line of the processor's cache."""
+
 INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 FLOAT = ir.FloatType()
 FLOATS, WORDS, SHORTS = (ir.VectorType(kind, LANES) for kind in (FLOAT, INT32, INT16))
@@ -114,11 +117,9 @@ class Value:
         return Value(self.builder, self.builder.shuffle_vector(self.of, (other or self).of, mask))
 
     def call(self, name: str, *others: Any, result: Any = None) -> Value:
-        """Calls an intrinsic of LLVM, whose result has this type if no other is given."""
+        """Calls an intrinsic of LLVM with this value first; its result has the same type if no other is given."""
         raw = [self.of, *(other.of if isinstance(other, Value) else other for other in others)]
-        kind = ir.FunctionType(result or self.type, [each.type for each in raw])
-        function = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.{name}")
-        return Value(self.builder, self.builder.call(function, raw))
+        return call_intrinsic(self.builder, name, result or self.type, *raw)
 
     def fma(self, other: Value, total: Value) -> Value:
         """This times the other plus the total, rounded once."""
@@ -139,6 +140,20 @@ class Value:
 
     def write(self, value: Value, align: int = 1) -> None:
         self.builder.store(value.of, self.pointer(value.type), align=align)
+
+
+def call_intrinsic(builder: Any, name: str, result: Any, *arguments: Any) -> Value:
+    """Calls an intrinsic of LLVM, given the type of its result."""
+    kind = ir.FunctionType(result, [each.type for each in arguments])
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}")
+    return Value(builder, builder.call(function, arguments))
+
+
+def load_floats(address: Value, index: int, element: Any) -> Value:
+    """Vector number `index` of float32, also of bfloat16."""
+    if element != types.uint16:
+        return (address + index * LANES * 4).read(FLOATS)
+    return ((address + index * LANES * 2).read(SHORTS).to("zext", WORDS) << 16).bits(FLOATS)
 
 
 def by_parts(lanes: int, operation: Callable[..., Value], *vectors: Value) -> Value:
@@ -171,17 +186,19 @@ def deinterleave(one: Value, other: Value) -> list[Value]:
 class Variable:
     """A place that may change, which becomes a register."""
 
+    _align: int | None = None
+
     def __init__(self, value: Value) -> None:
         self._builder = value.builder
         self.place = cgutils.alloca_once_value(self._builder, value.of)
 
     @property
     def value(self) -> Value:
-        return Value(self._builder, self._builder.load(self.place))
+        return Value(self._builder, self._builder.load(self.place, align=self._align))
 
     @value.setter
     def value(self, value: Value) -> None:
-        self._builder.store(value.of, self.place)
+        self._builder.store(value.of, self.place, align=self._align)
 
     @property
     def address(self) -> Value:
@@ -191,16 +208,10 @@ class Variable:
 class Place(Variable):
     """A vector of float32 that stays in memory, at an address."""
 
+    _align = 4
+
     def __init__(self, address: Value) -> None:
         self._builder, self.place = address.builder, address.pointer(FLOATS)
-
-    @property
-    def value(self) -> Value:
-        return Value(self._builder, self._builder.load(self.place, align=4))
-
-    @value.setter
-    def value(self, value: Value) -> None:
-        self._builder.store(value.of, self.place, align=4)
 
 
 @contextmanager

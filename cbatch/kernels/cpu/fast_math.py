@@ -31,25 +31,17 @@ def from_bits(bits: Value) -> Value:
     return bits.bits(FLOAT)
 
 
+@by_types
 def to_float32(x: Any) -> Any:
     """An element of a tensor as float32."""
-    raise TypeError("Only kernels can call this.")
-
-
-@by_types(to_float32)
-def _to_float32(x: Any) -> Any:
     if x == types.uint16:
         return lambda x: from_bits(np.uint32(x) << np.uint32(16))
     return lambda x: np.float32(x)
 
 
+@by_types
 def from_float32(x: Any, like: Any) -> Any:
     """A float32 as an element of the tensor `like`: itself, or rounded to the nearest bfloat16."""
-    raise TypeError("Only kernels can call this.")
-
-
-@by_types(from_float32)
-def _from_float32(x: Any, like: Any) -> Any:
     if like.dtype == types.uint16:
         return lambda x, like: round_to_bfloat16(x)
     return lambda x, like: np.float32(x)

@@ -8,7 +8,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from threading import Timer
 from typing import Any, NamedTuple, TypeVar, cast
@@ -18,26 +18,10 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.core.datamodel.models import OpaqueModel
 from numba.core.typing.templates import AttributeTemplate
-from numba.extending import (
-    infer_getattr,
-    intrinsic,
-    lower_getattr_generic,
-    overload,
-    register_jitable,
-    register_model,
-)
+from numba.extending import infer_getattr, intrinsic, lower_getattr_generic, overload, register_jitable, register_model
 
 import cbatch.kernels.cpu.instruction_sets  # noqa: F401  # before numba compiles anything
 from cbatch import compat
-from cbatch.compat import (
-    NO_REFERENCE_COUNTS,
-    compiled_once,
-    compilers,
-    is_being_compiled,
-    is_compiled,
-    keep_compiled,
-    new_callback,
-)
 from cbatch.kernels.cpu.emit import INT8, Value, emitted
 from cbatch.runtime.numba_setup import why_not_trusted
 
@@ -49,11 +33,11 @@ OPTIONS = {
     "nogil": True,
     "error_model": "numpy",
     "fastmath": {"contract", "reassoc", "nsz", "arcp"},
-    **NO_REFERENCE_COUNTS,
+    **compat.NO_REFERENCE_COUNTS,
 }
 """Sums are vectorized in an order of the compiler's choice, always the same; NaN and infinity stay what they are."""
 
-_OUTER, _INNER = ({"pipeline_class": each, **OPTIONS} for each in compilers())
+_OUTER, _INNER = ({"pipeline_class": each, **OPTIONS} for each in compat.compilers())
 
 SLOW_SECONDS = 2.0
 """Compiling is told to people if it takes longer."""
@@ -61,12 +45,12 @@ SLOW_SECONDS = 2.0
 
 def kernel(function: Function) -> Function:
     """Compiles a function that only other kernels call. It holds no Python objects and allocates no arrays."""
-    return cast(Function, compiled_once(njit(**_INNER)(function)))
+    return cast(Function, compat.compiled_once(njit(**_INNER)(function)))
 
 
 def inlined(function: Function) -> Function:
     """A kernel whose code becomes a part of its callers, whatever its size."""
-    return cast(Function, compiled_once(njit(forceinline=True, **_INNER)(function)))
+    return cast(Function, compat.compiled_once(njit(forceinline=True, **_INNER)(function)))
 
 
 def shared(function: Function) -> Function:
@@ -74,9 +58,15 @@ def shared(function: Function) -> Function:
     return cast(Function, register_jitable(**_INNER)(function))
 
 
-def by_types(function: Callable[..., Any]) -> Callable[[Function], Function]:
-    """Makes what is decorated, which gives a function for the types of arguments, a kernel that this one stands for."""
-    return cast(Callable[[Function], Function], overload(function, jit_options=_INNER, strict=False))
+def by_types(choose: Function) -> Function:
+    """A kernel that is, for arguments of some types, the function that this one chooses for them."""
+
+    @wraps(choose)
+    def stub(*args: Any) -> Any:
+        raise TypeError("Only kernels can call this.")
+
+    overload(stub, jit_options=_INNER, strict=False)(choose)
+    return cast(Function, stub)
 
 
 def entry(function: Function) -> Function:
@@ -105,18 +95,18 @@ class Part(NamedTuple):
 
 def is_kept(part: Part) -> bool:
     """Whether its code is on disk; also True if no code can be kept there."""
-    return is_compiled(_compiled(part), part.signature)
+    return compat.is_compiled(_compiled(part), part.signature)
 
 
 def is_known(function: Any) -> bool:
     """Whether code of an entry is on disk for any types; also True if none can be kept there."""
-    return is_compiled(function, None)
+    return compat.is_compiled(function, None)
 
 
 def compile_free(parts: Iterable[Part]) -> None:
     """Compiles those parts that are not kept, and that no other process compiles."""
     for part in parts:
-        if not is_kept(part) and not is_being_compiled(_compiled(part)):
+        if not is_kept(part) and not compat.is_being_compiled(_compiled(part)):
             _compiled(part).compile(*[part.signature] * _is_entry(part))
 
 
@@ -125,6 +115,15 @@ def address_of(part: Part) -> int:
     compiled = _compiled(part)
     compiled.compile()
     return int(compiled.address)
+
+
+def loop_address(loop: Any, *kinds: Any) -> int:
+    """The address of a function of arguments of these types, and then of int64, that returns nothing.
+
+    It is compiled by itself: as a part of each kernel that calls it, it would be compiled that often.
+    """
+    integers = [types.int64] * (loop.__code__.co_argcount - len(kinds))
+    return address_of(Part(loop, types.void(*kinds, *integers)))
 
 
 @contextmanager
@@ -163,7 +162,7 @@ def _compiled(part: Part) -> Any:
     """A callback is not compiled yet. Its machine code lives as long as it does."""
     if _is_entry(part):
         return part.function
-    compiled = new_callback(part.function, part.signature, _OUTER)
+    compiled = compat.new_callback(part.function, part.signature, _OUTER)
     _keep(compiled, part.function)
     return compiled
 
@@ -291,7 +290,7 @@ def _view(context: Any, builder: Any, kind: Any, source: Any, shape: Sequence[An
 
 
 def _keep(compiled: Any, function: Callable[..., Any]) -> None:
-    keep_compiled(
+    compat.keep_compiled(
         compiled, function, _sources(Path(inspect.getfile(function))), why_not_trusted=_why_not_trusted,
         on_error=lambda error: _warn_of_cache(str(error)),
     )  # fmt: skip

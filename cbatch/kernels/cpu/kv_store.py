@@ -16,7 +16,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from cbatch.kernels.cpu.emit import INT32, LANES, LIKE, WORDS, Value, emitted
+from cbatch.kernels.cpu.emit import INT32, LANES, LIKE, LINE, WORDS, Value, emitted
 from cbatch.kernels.cpu.fast_math import TO_INTEGER, bits_of, from_bits, from_float32, to_float32
 from cbatch.kernels.cpu.jit import by_types, entry, kernel, view_as
 from cbatch.kernels.cpu.matmul.byte_tile import OFFSET
@@ -26,7 +26,7 @@ from cbatch.kernels.cpu.work_queue import Worker, claimed
 
 SCALE_BYTES = 4
 
-_WORD, _LINE = 4, 64
+_WORD = 4
 _SMALLEST = np.float32(1e-30)
 """Numbers are 0 if all of a head are smaller: the inverse of their scale would overflow."""
 
@@ -129,13 +129,9 @@ def _spread_words(source: Any, target: int, count: int) -> None:
         _copy_word(source + word * _WORD, target + word * LANES * _WORD)
 
 
+@by_types
 def _round_row(numbers: Any, row: Any) -> Any:
     """Rounds numbers to the type of the row; returns their scale, if that is of bytes."""
-    raise TypeError("Only kernels can call this.")
-
-
-@by_types(_round_row)
-def _overload_round_row(numbers: Any, row: Any) -> Any:
     if row.dtype == types.uint8:
         return lambda numbers, row: round_to_bytes(numbers, row)
 
@@ -216,10 +212,10 @@ def prefetch_stored(kv: PagedKV, slots: Any, first: int, stop: int, heads: int) 
             page, offset = slots[row] // kv.block_size * kv.heads + head, slots[row] % kv.block_size
             panel = _panel_of(kv, kv.keys, kv.key_dim, itemsize, page, offset, kv.key_dim)
             for word in range(kv.key_dim // per_word):
-                prefetch_to_write(panel + word * _LINE)
+                prefetch_to_write(panel + word * LINE)
             panel = _panel_of(kv, kv.values, kv.value_dim, itemsize, page, offset, LANES)
             for part in range(kv.value_dim // LANES):
-                prefetch_to_write(panel + part * value_stride + offset % LANES // per_word * _LINE)
+                prefetch_to_write(panel + part * value_stride + offset % LANES // per_word * LINE)
 
 
 @kernel
@@ -243,7 +239,7 @@ def store_kv(
 def store_kv_layer(worker: Worker, kv: PagedKV, plan: AttentionPlan, keys: Any, values: Any, rows: Any) -> None:
     """Stores keys [T, heads * key_dim] and values [T, heads * value_dim] in the cache of a layer.
 
-    rows: [threads, 16, the larger of key_dim and value_dim] scratch in the cache's type
+    rows: [threads, 16, the larger of key_dim and value_dim] scratch in the type that goes into products
     """
     for task in claimed(worker, 0, len(plan.chunks) - 1):
         first, stop = plan.chunks[task], plan.chunks[task + 1]

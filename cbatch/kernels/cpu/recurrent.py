@@ -29,6 +29,7 @@ from cbatch.kernels.cpu.emit import (
     Variable,
     emitted,
     for_range,
+    load_floats,
     switch,
 )
 from cbatch.kernels.cpu.fast_math import exp, from_float32, silu, to_float32
@@ -36,7 +37,7 @@ from cbatch.kernels.cpu.instruction_sets import CHOSEN
 from cbatch.kernels.cpu.jit import inlined, kernel, view_as
 from cbatch.kernels.cpu.matmul.microkernel import prefetch, read_broadcast
 from cbatch.kernels.cpu.norm import NormParams, normalize
-from cbatch.kernels.cpu.softmax import load_floats, store_floats
+from cbatch.kernels.cpu.softmax import store_floats
 from cbatch.kernels.cpu.work_queue import Worker, claimed
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.state_pool import StatePool

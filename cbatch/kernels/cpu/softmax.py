@@ -27,6 +27,7 @@ from cbatch.kernels.cpu.emit import (
     emitted,
     for_range,
     if_then,
+    load_floats,
 )
 from cbatch.kernels.cpu.instruction_sets import CHOSEN
 from cbatch.kernels.cpu.matmul.byte_tile import OFFSET
@@ -51,21 +52,14 @@ _POWERS_OF_2 = {
 weights in bfloat16, which are rounded by 2e-3, and 2.1e-7 for those in float32."""
 
 
-def load_floats(address: Value, index: int, element: Any) -> Value:
-    """Vector number `index` of float32, also of bfloat16."""
-    if element != types.uint16:
-        return (address + index * LANES * 4).read(FLOATS)
-    return ((address + index * LANES * 2).read(SHORTS).to("zext", WORDS) << 16).bits(FLOATS)
-
-
 def store_floats(vector: Value, address: Value, index: int, element: Any) -> None:
     """Stores float32 as such, or rounded to the nearest bfloat16."""
     if element == types.uint16 and CHOSEN.bfloat16:
         vector = vector.to("fptrunc", ir.VectorType(BFloat16(), LANES)).bits(SHORTS)
     elif element == types.uint16:
         bits = vector.bits(WORDS)
-        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-        vector = vector.is_("ord", vector).choose(rounded, 0x7FC0).to("trunc", SHORTS)
+        nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        vector = vector.is_("ord", vector).choose(nearest, 0x7FC0).to("trunc", SHORTS)
     (address + index * LANES * (2 if element == types.uint16 else 4)).write(vector)
 
 

@@ -20,18 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numpy.typing import NDArray
 
-from cbatch.kernels.cpu.emit import INT64, Value, emitted
+from cbatch.kernels.cpu.emit import INT64, LINE, Value, call_intrinsic, emitted
 from cbatch.kernels.cpu.instruction_sets import IS_ARM, IS_X86
 from cbatch.kernels.cpu.jit import kernel
-
-_LINE = 8
-"""Numbers in a cache line."""
-
-_DONE = 8 * _LINE
-"""Bytes from the first number to the ninth."""
 
 _PHASE_SHIFT = 32
 """Bits of a ticket that hold the task; the bits above hold the phase."""
@@ -57,7 +50,7 @@ class Worker(NamedTuple):
 
 def new_workers(count: int) -> list[Worker]:
     """The threads of a new step."""
-    queue = np.zeros((2 + count) * _LINE, np.int64)
+    queue = np.zeros((2 + count) * LINE // 8, np.int64)
     return [Worker(queue, thread) for thread in range(count)]
 
 
@@ -93,30 +86,25 @@ def _compare_exchange(address: Value, before: Value, after: Value) -> Any:
 def _pause(queue: Value) -> None:
     """Tells the processor that this thread waits for another."""
     if IS_X86:
-        kind = ir.FunctionType(ir.VoidType(), [])
-        queue.builder.call(cgutils.get_or_insert_function(queue.builder.module, kind, "llvm.x86.sse2.pause"), [])
+        call_intrinsic(queue.builder, "x86.sse2.pause", ir.VoidType())
 
 
 @emitted(types.int64, types.int64)
 def _microseconds(queue: Value) -> Any:
     """Microseconds, roughly, by the processor's counter, which is read without a call."""
-    kind, builder = ir.FunctionType(INT64, []), queue.builder
+    builder = queue.builder
     if IS_X86:  # its counter has 2 to 5 GHz
-        counter = cgutils.get_or_insert_function(builder.module, kind, "llvm.readcyclecounter")
-        return Value(builder, builder.call(counter, [])) >> 11
+        return call_intrinsic(builder, "readcyclecounter", INT64) >> 11
     if not IS_ARM:
         return queue.constant(0)
-    read = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(INT64, [ir.MetaDataType()]), "llvm.read_volatile_register.i64"
-    )
     names = (builder.module.add_metadata([name]) for name in ("cntvct_el0", "cntfrq_el0"))
-    count, frequency = (Value(builder, builder.call(read, [name])) for name in names)
+    count, frequency = (call_intrinsic(builder, "read_volatile_register.i64", INT64, name) for name in names)
     return count // (frequency >> 20)
 
 
 @kernel
 def _give_way(worker: Worker) -> None:
-    place = np.int64(worker.queue.ctypes.data) + 8 * _LINE * (2 + worker.thread)
+    place = np.int64(worker.queue.ctypes.data) + LINE * (2 + worker.thread)
     since, now = _load(place), _microseconds(place)
     if since == 0:
         _store(place, now)
@@ -132,8 +120,8 @@ def _claim(worker: Worker, phase: int, num_tasks: int, done: int) -> int:
     done: the task that this thread claimed before; -1 for none. The last one of a phase starts the next phase
     """
     queue, spins = np.int64(worker.queue.ctypes.data), 0
-    if done >= 0 and _fetch_add(queue + _DONE, 1) == num_tasks - 1:
-        _store(queue + _DONE, 0)
+    if done >= 0 and _fetch_add(queue + LINE, 1) == num_tasks - 1:
+        _store(queue + LINE, 0)
         _store(queue, (phase + 1) << _PHASE_SHIFT)
     if _GIVES_WAY and done % 8 == 7:  # -1, too
         _give_way(worker)

@@ -26,7 +26,7 @@ from numba.np.numpy_support import from_dtype
 
 from cbatch.kernels.cpu.emit import INT8, INT16, INT64, LANES, PARTS, Value, Variable, emitted, for_range, if_then
 from cbatch.kernels.cpu.instruction_sets import CHOSEN
-from cbatch.kernels.cpu.jit import Part, address_of
+from cbatch.kernels.cpu.jit import loop_address
 from cbatch.kernels.cpu.matmul.microkernel import emit_prefetch
 
 ROWS_AT_ONCE = 2 * LANES
@@ -169,4 +169,4 @@ def amx_address() -> int:
 
     All of a panel has to lie in one run.
     """
-    return address_of(Part(_amx_loop, types.void(from_dtype(np.dtype(np.uint16)), *[types.int64] * 11)))
+    return loop_address(_amx_loop, from_dtype(np.dtype(np.uint16)))

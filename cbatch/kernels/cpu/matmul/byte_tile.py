@@ -35,7 +35,7 @@ from cbatch.kernels.cpu.emit import (
 )
 from cbatch.kernels.cpu.fast_math import TO_INTEGER, bits_of, from_bits, to_float32
 from cbatch.kernels.cpu.instruction_sets import CHOSEN
-from cbatch.kernels.cpu.jit import Part, address_of, call_loop, kernel
+from cbatch.kernels.cpu.jit import call_loop, kernel, loop_address
 from cbatch.kernels.cpu.matmul.instructions import add_integers, read_again, split_quads
 from cbatch.kernels.cpu.matmul.microkernel import (
     ROW_COUNTS,
@@ -61,8 +61,6 @@ HEADER_BYTES = 8
 
 _BITS_OF_ZERO = TO_INTEGER.view(np.int32)
 _MOST, _SMALLEST = np.float32(MOST_SHORT), np.float32(SMALLEST)
-
-_ARGUMENTS = 13
 
 
 class _Emitter:
@@ -113,7 +111,6 @@ class _Emitter:
 
 @emitted(types.void, PARTS, PARTS, PARTS, PARTS, types.int64, types.int64)
 def _emit_loop(left: Any, headers: Any, panels: Any, out: Any, count: Value, add: Value) -> None:
-    """The loop for each number of rows there is code for, and the choice among them."""
     emit_for_rows(count, ROW_COUNTS, lambda rows: _Emitter(rows).emit(left, headers, panels, out, count, add))
 
 
@@ -129,8 +126,8 @@ def _byte_loop(
 
 @cache
 def byte_tile_address() -> int:
-    """The address of the loop, which is compiled by itself."""
-    return address_of(Part(_byte_loop, types.void(*[types.int64] * _ARGUMENTS)))
+    """The address of the loop."""
+    return loop_address(_byte_loop)
 
 
 @kernel

@@ -28,13 +28,9 @@ def add_bfloat16(total: Value, left: Value, right: Value) -> Value:
 
 def add_pairs(total: Value, left: Value, right: Value) -> Value:
     """The products of pairs of int16 [words], added to int32."""
-    if CHOSEN.pairs in _ADDING:
+    if "vpdpwssd" in CHOSEN.pairs:  # which starts with a sum
         return by_parts(CHOSEN.lanes, lambda *parts: parts[0].call(CHOSEN.pairs, *parts[1:]), total, left, right)
     return total + by_parts(CHOSEN.lanes, _multiply_pairs, left.bits(SHORT_PAIRS), right.bits(SHORT_PAIRS))
-
-
-_ADDING = tuple(f"x86.avx512.vpdpwssd.{bits}" for bits in (256, 512))
-"""Instructions for pairs that start with a sum."""
 
 
 def _multiply_pairs(left: Value, right: Value) -> Value:

@@ -10,7 +10,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from cbatch.kernels.cpu.activation import CLIPPED_SILU, SILU, ActivationParams, activate, clipped_silu
-from cbatch.kernels.cpu.emit import FLOATS, PARTS, Value, Variable, emitted, for_range, if_then
+from cbatch.kernels.cpu.emit import FLOATS, LINE, PARTS, Value, Variable, emitted, for_range, if_then
 from cbatch.kernels.cpu.fast_math import from_float32, silu, to_float32
 from cbatch.kernels.cpu.instruction_sets import CHOSEN
 from cbatch.kernels.cpu.jit import kernel, shared, view_as
@@ -51,8 +51,6 @@ _ROWS_PER_TASK = 8
 
 WRITE, ADD, ACTIVATED, GATED = 0, 1, 2, 3
 """Modes of `matmul`, by its results."""
-
-_LINE = 64
 
 _TASKS_PER_THREAD = 4
 """Enough that no thread waits long for the others at the end of a product."""
@@ -286,7 +284,7 @@ def _prefetch_results(out: Any, first: int, count: int, column: int, columns: in
     width = out.shape[1] * out.itemsize
     start = out.ctypes.data + first * width + column * out.itemsize
     for row in range(count):
-        for at in range(0, columns * out.itemsize, _LINE):
+        for at in range(0, columns * out.itemsize, LINE):
             prefetch_to_write(start + row * width + at)
 
 

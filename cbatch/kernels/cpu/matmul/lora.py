@@ -15,14 +15,7 @@ from cbatch.kernels.cpu.activation import ActivationParams
 from cbatch.kernels.cpu.fast_math import to_float32
 from cbatch.kernels.cpu.jit import kernel
 from cbatch.kernels.cpu.matmul.linear import GATED, LinearWorkspace, write_tile
-from cbatch.kernels.cpu.matmul.microkernel import (
-    COLUMNS,
-    LANES,
-    Panels,
-    Rows,
-    multiply_tile,
-    prefetch_ahead,
-)
+from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, LANES, Panels, Rows, multiply_tile, prefetch_ahead
 from cbatch.kernels.cpu.work_queue import Worker, claimed
 
 _TILES_PER_TASK = 8

@@ -45,7 +45,7 @@ from cbatch.kernels.cpu.emit import (
 )
 from cbatch.kernels.cpu.emit import LANES as LANES
 from cbatch.kernels.cpu.instruction_sets import CHOSEN
-from cbatch.kernels.cpu.jit import Part, address_of, call_loop, kernel, shared
+from cbatch.kernels.cpu.jit import call_loop, kernel, loop_address, shared
 from cbatch.kernels.cpu.matmul.instructions import BFLOATS, add_bfloat16, add_squares
 
 COLUMNS = 2 * LANES
@@ -68,9 +68,6 @@ _AHEAD = 4096
 
 _FETCHING_PASSES = 4
 """The most passes over a tile that share in prefetching the next one."""
-
-_NUM_ARGUMENTS = 11
-"""int64 arguments of the compiled loop: the fields of Rows, Panels and Rows, a count, and a flag."""
 
 
 class Rows(NamedTuple):
@@ -210,12 +207,12 @@ def row_sums(
         target.value = sums[place].value
 
 
-def emit_for_panels(num_rows: int, alone: bool, zero: Value, emit: Callable[[Sequence[Any]], None]) -> None:
+def emit_for_panels(num_rows: int, alone: bool, like: Value, emit: Callable[[Sequence[Any]], None]) -> None:
     """Code for both panels at once, if the sums of so many rows fit into registers; else for one after the other."""
     if num_rows <= CHOSEN.rows(panels=2) and not alone:
         emit((0, 1))
     else:
-        with for_range(zero.constant(2)) as panel:
+        with for_range(like.constant(2)) as panel:
             emit((panel,))
 
 
@@ -319,7 +316,6 @@ class _TileEmitter:
 
 @emitted(types.void, LIKE, PARTS, PARTS, PARTS, types.int64, types.int64)
 def _emit_tile(like: Any, left: Any, panels: Any, out: Any, count: Value, add: Value) -> None:
-    """The loop for each number of rows there is code for, and the choice among them."""
     emit_for_rows(count, ROW_COUNTS, lambda rows: _TileEmitter(like, rows).emit(left, panels, out, count, add))
 
 
@@ -333,11 +329,8 @@ def _tile_loop(
 
 @cache
 def microkernel_address(dtype: np.dtype[Any]) -> int:
-    """The address of the loop for right-hand matrices of float32 or uint16 (bfloat16).
-
-    It is compiled by itself: as a part of each kernel that calls it, it would be compiled that often.
-    """
-    return address_of(Part(_tile_loop, types.void(from_dtype(dtype), *[types.int64] * _NUM_ARGUMENTS)))
+    """The address of the loop for right-hand matrices of float32 or uint16 (bfloat16)."""
+    return loop_address(_tile_loop, from_dtype(dtype))
 
 
 @kernel

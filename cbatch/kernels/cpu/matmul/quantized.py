@@ -32,6 +32,7 @@ from cbatch.kernels.cpu.emit import (
     INT32,
     LANES,
     LIKE,
+    LINE,
     LITERAL,
     PARTS,
     SHORTS,
@@ -41,9 +42,10 @@ from cbatch.kernels.cpu.emit import (
     emitted,
     for_range,
     if_then,
+    load_floats,
 )
 from cbatch.kernels.cpu.instruction_sets import CHOSEN
-from cbatch.kernels.cpu.jit import Part, address_of, call_loop, kernel, shared
+from cbatch.kernels.cpu.jit import call_loop, kernel, loop_address, shared
 from cbatch.kernels.cpu.matmul.formats import MOST_WEIGHT, OFFSETS, group_bytes, group_size, number_bytes
 from cbatch.kernels.cpu.matmul.instructions import (
     MOST_LEFT,
@@ -78,11 +80,6 @@ MAX_ROWS = min(6, CHOSEN.rows(panels=1))
 ROW_COUNTS = tuple(range(1, MAX_ROWS + 1))
 """Numbers of rows that there is code for: all up to the largest, the sums of which fill the registers."""
 
-_VECTOR_BYTES = 4 * LANES
-_NUM_ARGUMENTS = 10
-
-_LINE = 64
-
 
 @shared
 def left_group_bytes(weights: int, left_bytes: int) -> int:
@@ -99,16 +96,14 @@ def quantized_row_bytes(weights: int, left_bytes: int, depth: int) -> int:
 @shared
 def whole_lines(size: int) -> int:
     """At least so many bytes: an odd number of cache lines, so that rows do not compete for the same sets."""
-    return (-(-size // _LINE) | 1) * _LINE
+    return (-(-size // LINE) | 1) * LINE
 
 
 def _emit_row_group(like: Any, left_bytes: int, group: int, weights: Value, source: Value, target: Value) -> None:
     """Quantizes the group of 32 or 16 numbers at an address to another address."""
-    width, number = like.bitwidth, ir.VectorType(ir.IntType(8 * left_bytes), LANES)
-    starts = [source + start * width // 8 for start in range(0, group, LANES)]
-    halves = [start.read(ir.VectorType(ir.IntType(width), LANES)) for start in starts]
-    halves = halves if width == 32 else [half.to("zext", WORDS) << 16 for half in halves]
-    found, total, unit = rounded([half.bits(FLOATS) for half in halves], MOST_LEFT if left_bytes == 1 else MOST_SHORT)
+    number = ir.VectorType(ir.IntType(8 * left_bytes), LANES)
+    halves = [load_floats(source, half, like) for half in range(group // LANES)]
+    found, total, unit = rounded(halves, MOST_LEFT if left_bytes == 1 else MOST_SHORT)
     for half, integers in enumerate(found):
         ordered = integers.shuffle(IN_QUADS) if left_bytes == 2 else integers
         (target + half * LANES * left_bytes).write(ordered.to("trunc", number))
@@ -178,7 +173,7 @@ class _QuantizedEmitter:
     def quads(self, there: Value, number: int) -> list[Value]:
         """Four bytes for each column of the panels; of 4 bits the first or the second four."""
         place = read_again(there)
-        words = [(place + panel * _VECTOR_BYTES).read(WORDS) for panel in self.panels]
+        words = [(place + panel * LINE).read(WORDS) for panel in self.panels]
         if self.format == INT8:
             return [each ^ 0x80808080 for each in words] if self.is_signed else words
         quads = [(each >> 4 if number else each) & 0x0F0F0F0F for each in words]
@@ -197,14 +192,14 @@ class _QuantizedEmitter:
             along = first + vector
             emit_prefetch(self.coming[0] + self.coming[1] * along, near=SECOND_CACHE)
             for number in range(1 if self.format == INT8 else 2):
-                read = partial(self.quads, start + along * (2 * _VECTOR_BYTES), number)
+                read = partial(self.quads, start + along * (2 * LINE), number)
                 yield from [read()] if self.left_bytes == 1 else split_quads(read)
 
     def scales(self, start: Value, place: int) -> list[Value]:
         """Numbers of 16 bits of the panels as float32, which lie so far behind the start of a group."""
         addresses = [start + place + panel * (2 * LANES) for panel in self.panels]
         if self.format == MXFP4:
-            return [(address.read(SHORTS).to("zext", WORDS) << 16).bits(FLOATS) for address in addresses]
+            return [load_floats(address, 0, types.uint16) for address in addresses]
         return [float16_to_float32(address.read(SHORTS)) for address in addresses]
 
     def emit(self, left: Any, weights: Value, groups: Value, ahead: Any, out: Any, add: Value) -> None:
@@ -213,13 +208,13 @@ class _QuantizedEmitter:
             [address + stride * stride.constant(row) for row in range(self.num_rows)] for address, stride in (left, out)
         )
         coming, stride = weights + ahead[0], ahead[1]
-        part = stride // (number_bytes(self.format) // (2 * _VECTOR_BYTES))
+        part = stride // (number_bytes(self.format) // (2 * LINE))
 
         def emit_panels(panels: Sequence[Any]) -> None:
             self.panels = panels
             in_memory = 2 * self.num_rows > CHOSEN.rows(len(panels))
             with row_sums(outs, panels, add, in_memory=in_memory) as sums, for_range(groups) as index:
-                self.coming = coming + panels[0] * _LINE + index * stride, part
+                self.coming = coming + panels[0] * LINE + index * stride, part
                 first = index * left_group_bytes(self.format, self.left_bytes)
                 self.emit_group(sums, weights + index * group_bytes(self.format), [row + first for row in rows])
 
@@ -236,7 +231,7 @@ class _QuantizedEmitter:
         begins = [nothing if has_zeros or self.is_signed else read_broadcast(row + scale + 4, INT32) for row in rows]
         places = [(row, i) for row in range(len(rows)) for i in range(len(self.panels))]
         totals = {place: Variable(begins[place[0]]) for place in places}
-        vectors, quads_of = number_bytes(self.format) // (2 * _VECTOR_BYTES), 1 if self.format == INT8 else 2
+        vectors, quads_of = number_bytes(self.format) // (2 * LINE), 1 if self.format == INT8 else 2
         in_shorts = self.left_bytes == 1 and not CHOSEN.quads
         at_once = min(vectors, most_products(MOST_WEIGHT[self.format]) // quads_of) if in_shorts else vectors
         row_step = 4 * self.left_bytes * quads_of
@@ -265,18 +260,9 @@ class _QuantizedEmitter:
 
 @emitted(types.void, LITERAL, LITERAL, PARTS, types.int64, types.int64, PARTS, PARTS, types.int64, types.int64)
 def _emit_loop(
-    weights: int,
-    left_bytes: int,
-    left: Any,
-    place: Value,
-    groups: Value,
-    ahead: Any,
-    out: Any,
-    count: Value,
+    weights: int, left_bytes: int, left: Any, place: Value, groups: Value, ahead: Any, out: Any, count: Value,
     add: Value,
-) -> None:
-    """The loop for each number of rows, and the choice among them."""
-
+) -> None:  # fmt: skip
     def emit(num_rows: int) -> None:
         _QuantizedEmitter(weights, left_bytes, num_rows).emit(left, place, groups, ahead, out, add)
 
@@ -285,10 +271,7 @@ def _emit_loop(
 
 @cache
 def quantized_address(weights: int, left_bytes: int) -> int:
-    """The address of the loop for a format of weights, and left-hand numbers of 1 byte or 2.
-
-    It is compiled by itself: as a part of each kernel that calls it, it would be compiled that often.
-    """
+    """The address of the loop for a format of weights, and left-hand numbers of 1 byte or 2."""
 
     def loop(
         left: int, left_stride: int, place: int, groups: int, start: int, stride: int, out: int, out_stride: int,
@@ -298,7 +281,7 @@ def quantized_address(weights: int, left_bytes: int) -> int:
             weights, left_bytes, (left, left_stride), place, groups, (start, stride), (out, out_stride), count, add
         )
 
-    return address_of(Part(loop, types.void(*[types.int64] * _NUM_ARGUMENTS)))
+    return loop_address(loop)
 
 
 @kernel
