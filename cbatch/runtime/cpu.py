@@ -29,7 +29,6 @@ _LINE = 64
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """From which torch takes its number of threads."""
 
-_USUAL_SECOND_CACHE = 2**20
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
@@ -134,7 +133,7 @@ def second_cache_bytes() -> int:
             if (folder / "level").read_text().strip() == "2":
                 size = int((folder / "size").read_text().strip().removesuffix("K")) * 1024
                 return min(max(size, 2**18), 2**22)
-    return _USUAL_SECOND_CACHE
+    return 2**20
 
 
 @contextmanager

@@ -93,32 +93,31 @@ def read_processors(root: Path = ROOT) -> Processors:
     fast = _cpus(devices / "cpu_core/cpus", usable) or _capable(devices / "system/cpu", usable)
     nodes = {number: _cpus(devices / f"system/node/node{number}/cpulist", fast) for number in numbers}
     nodes = {number: cpus for number, cpus in nodes.items() if cpus} or {0: fast}
-    cores = {number: tuple(_cores(devices / "system/cpu", cpus)) for number, cpus in nodes.items()}
+    cores = {number: _cores(devices / "system/cpu", cpus) for number, cpus in nodes.items()}
     return Processors(cores, _quota(root), len(usable))
 
 
 def _cores_elsewhere(num_cpus: int) -> int:
     """Performance cores of Apple's processors, and all cores of others."""
-    if sys.platform == "darwin":
-        count, size = ctypes.c_int(0), ctypes.c_size_t(4)
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).sysctlbyname(
-                b"hw.perflevel0.physicalcpu", ctypes.byref(count), ctypes.byref(size), None, ctypes.c_size_t(0)
-            )
-        if count.value > 0:
-            return count.value
+    if sys.platform == "darwin" and (count := number_of_macos("hw.perflevel0.physicalcpu")) > 0:
+        return count
     import psutil
 
     return min(psutil.cpu_count(logical=False) or num_cpus, num_cpus)
 
 
-def _cores(folder: Path, cpus: set[int]) -> Iterator[Core]:
+def number_of_macos(name: str) -> int:
+    """What macOS says about the machine under a name; 0 if it says nothing."""
+    found, size = ctypes.c_int(0), ctypes.c_size_t(4)
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).sysctlbyname(name.encode(), ctypes.byref(found), ctypes.byref(size), None, ctypes.c_size_t(0))
+    return found.value
+
+
+def _cores(folder: Path, cpus: set[int]) -> tuple[Core, ...]:
     """The CPUs by their cores."""
-    cores = dict[Core, None]()
-    for cpu in sorted(cpus):
-        siblings = _cpus(folder / f"cpu{cpu}/topology/thread_siblings_list", cpus)
-        cores[tuple(sorted(siblings | {cpu}))] = None
-    yield from cores
+    siblings = (_cpus(folder / f"cpu{cpu}/topology/thread_siblings_list", cpus) | {cpu} for cpu in sorted(cpus))
+    return tuple(dict.fromkeys(tuple(sorted(core)) for core in siblings))
 
 
 def _capable(folder: Path, usable: set[int]) -> set[int]:

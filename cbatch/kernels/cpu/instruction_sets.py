@@ -17,6 +17,7 @@ import llvmlite.binding as llvm
 from numba.core import config
 
 from cbatch.base.errors import ConfigError
+from cbatch.runtime.processors import number_of_macos
 
 VARIABLE = "CBATCH_CPU"
 """The environment variable that names a set, which hides what better sets have."""
@@ -71,16 +72,13 @@ class InstructionSet:
 
 def _arm_features() -> Iterator[str]:
     """Those of a 64-bit ARM that the sets need, which LLVM does not ask the system for."""
-    libc, size = ctypes.CDLL(None), ctypes.c_size_t(4)
     yield "neon"
     for name, kind, bit in (("DotProd", 16, 20), ("I8MM", 26, 13), ("BF16", 26, 14)):  # 16: AT_HWCAP, 26: AT_HWCAP2
-        value = ctypes.c_int(0)
         if sys.platform == "darwin":
-            where = ctypes.byref(value), ctypes.byref(size), None, 0
-            libc.sysctlbyname(f"hw.optional.arm.FEAT_{name}".encode(), *where)
+            is_there = number_of_macos(f"hw.optional.arm.FEAT_{name}")
         else:
-            value.value = libc.getauxval(ctypes.c_ulong(kind)) >> bit & 1
-        if value.value:
+            is_there = ctypes.CDLL(None).getauxval(ctypes.c_ulong(kind)) >> bit & 1
+        if is_there:
             yield name.lower()
 
 

@@ -29,7 +29,7 @@ from cbatch.kernels.cpu.matmul.formats import (
 from cbatch.kernels.cpu.matmul.linear import prepared_row_bytes
 from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, LANES, pad_columns
 from cbatch.kernels.cpu.program import BUFFER, NORM, Instruction, Weights
-from cbatch.kernels.cpu.tensors import as_array
+from cbatch.kernels.cpu.tensors import as_array, element_of
 from cbatch.kernels.formats import BFLOAT16, FLOAT32, ON_CPU, quantized
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.ops.operation import Operation, with_role
@@ -155,8 +155,7 @@ class CpuLayout:
 
     def _shapes(self) -> dict[str, tuple[int, np.dtype[Any]]]:
         """Length and type of each array of the weights."""
-        element = np.float32 if self.dtype == torch.float32 else np.uint16
-        types = map(np.dtype, (np.uint8, np.float32, np.float32, element, np.int64))
+        types = map(np.dtype, (np.uint8, np.float32, np.float32, element_of(self.dtype), np.int64))
         return dict(zip(self._sizes, zip(self._sizes.values(), types, strict=True), strict=True))
 
     def no_weights(self) -> Weights:
