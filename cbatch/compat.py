@@ -33,8 +33,8 @@ def compilers() -> Compilers:
 
     numba does so for each function by itself, and again for whoever calls it. It checks itself after each pass, and has
     passes for closures, whole arrays and reference counts, which kernels do not have. Without all that, they compile in
-    half the time. What an inner function returns may be a part of an array, because nobody frees it. Only outer ones
-    can call it.
+    half the time. What an inner function returns may be a part of an array, because nobody frees it. Python cannot
+    call it.
 
     Private as of numba 0.68: the passes, `_ENFORCING`, `_LowerResult`, the flags, `JITCodeLibrary` with what it
     optimizes, links and finalizes, and that a builtin function is what a caller finds the compiled one by.
@@ -153,7 +153,7 @@ def keep_compiled(
     on_error: Callable[[Exception], None],
     why_not_trusted: Callable[[Path], str | None] = lambda folder: None,
 ) -> None:
-    """Keeps the machine code of a numba dispatcher or callback on disk, as `cache=True` does, with six differences.
+    """Keeps the machine code of a numba dispatcher or callback on disk, as `cache=True` does, with some differences.
 
     Code of another `version` is not used; numba only asks whether the function's own file has changed, but a kernel
     inlines functions of many files. A damaged file, or code that another process saved under the same name, counts as

@@ -68,7 +68,7 @@ class Processors:
         return f"one for each {which}, of {format_count(self.num_cpus, 'CPU')} that this process may use"
 
     def on_one_node(self, num_bytes: int, root: Path = ROOT) -> Processors:
-        """The node that offers most threads, then most free memory, alone. All nodes if none has room for num_bytes."""
+        """The node that offers most threads, then most free memory, alone. All nodes if it lacks room for num_bytes."""
 
         def offer(node: int) -> tuple[int, int]:
             return min(len(self.nodes[node]), self.num_threads), _free_bytes(root, node)

@@ -1,7 +1,7 @@
 """CPU kernels, compiled with numba on the machine that runs them.
 
-`microkernel` is the inner loop of every matrix product. `work_queue` and `thread_pool` share a step among threads.
-`linear`, `attention` and `decoder` are the parts of a step, `sampling` and `argmax` choose its tokens.
+`matmul` has the products, `attention` and `recurrent` what mixes tokens. `program` runs a step of them, which
+`work_queue` and `thread_pool` share among threads; `sampling` chooses its tokens.
 """
 
 from cbatch.runtime.numba_setup import prepare_numba

@@ -3,8 +3,9 @@
 Keys and values lie in panels (see `paged_kv`), so scores and weighted sums use the same microkernel as all products; a
 cache of bytes has its own (see `byte_tile`). While keys of a tile are multiplied, its values are prefetched, and
 meanwhile with these the keys of the next tile, which may be that of the next task: a decoding request reads each key
-once, and would wait for memory otherwise. Functions that run for each tile are inlined, because their many
-arguments would take as long to pass as a tile of few rows takes to compute.
+once, and would wait for memory otherwise. Functions that run for each tile are inlined, because their many arguments
+would take as long to pass as a tile of few rows takes to compute.
+
 Tiles of 128 tokens, at fixed positions of the sequence, go through the online softmax one after the other (see
 `softmax`), and splits of 512 tokens are merged. So a token's result has the same bits however its sequence was cut into
 steps, and however many threads shared it.
@@ -386,7 +387,7 @@ def _task_of(kv: PagedKV, plan: AttentionPlan, heads: int, number: int) -> Any:
 
 @inlined
 def _first_tile(kv: PagedKV, plan: AttentionPlan, heads: int, number: int) -> _Tile:
-    """The address that a task reads first, windows aside; of task -1 nothing."""
+    """The tile that a task reads first, windows aside; an empty one for task -1."""
     if number < 0:
         return _Tile(plan.tables[0], 0, 0, 0)
     first_head, _, sequence, _, _, begin, end, _ = _task_of(kv, plan, heads, number)
@@ -400,7 +401,7 @@ def attend(
 ) -> int:  # fmt: skip
     """out [T, query heads * value_dim] = attention with query [T, query heads * key_dim]. Returns the next phase.
 
-    query, out: in the cache's type
+    query, out: in the type that goes into products
     """
     group, width = query.shape[1] // kv.key_dim // kv.heads, kv.value_dim
     scratch = _workspace_of_thread(workspace, worker.thread)

@@ -48,7 +48,7 @@ token's result is the same in all cases.
 class PagedKV(NamedTuple):
     """The cache of one layer.
 
-    microkernel:   see `microkernel_address`
+    microkernel:   see `microkernel_address`, or `byte_tile_address` for a cache of bytes
     keys, values:  flat, the bytes of all of its pages
     itemsize:      bytes of a number: 4 in float32, 2 in bfloat16, 1 in a cache of bytes
     packed:        True for a cache of bytes, otherwise None. Kernels take it as an argument of its own: branches for

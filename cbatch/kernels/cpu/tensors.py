@@ -31,8 +31,8 @@ def element_of(dtype: torch.dtype) -> np.dtype[Any]:
 
 def fits(layers: list[LayerShape], block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> bool:
     """Whether the cache of these layers can be laid out in panels. kv_dtype: None for `dtype`"""
-    words = 4 if kv_dtype == U8 else 2
-    even = all(layer.key_dim % words == 0 and layer.value_dim % LANES == 0 for layer in layers)
+    per_word = 4 if kv_dtype == U8 else 2
+    even = all(layer.key_dim % per_word == 0 and layer.value_dim % LANES == 0 for layer in layers)
     return even and block_size % LANES == 0 and dtype in DTYPES
 
 
