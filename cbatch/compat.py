@@ -189,7 +189,7 @@ def _code_cache() -> Any:
         def __init__(self, function: Callable[..., Any], version: str, on_error: Any) -> None:
             super().__init__(function)
             self.version, self.on_error = version, on_error
-            self.lock = -1
+            self.lock: int | None = -1
             self.lock_path = f"{self._cache_path}/{self._py_func.__qualname__}.lock"
 
         def _index_key(self, *args: Any) -> tuple[Any, ...]:
@@ -227,7 +227,7 @@ def _code_cache() -> Any:
                 self.release()
 
         def release(self) -> None:
-            if self.lock >= 0:
+            if self.lock is not None and self.lock >= 0:
                 os.close(self.lock)
             self.lock = -1
 
@@ -291,16 +291,17 @@ def is_compiled(compiled: Any, signature: Any) -> bool:
 def is_being_compiled(compiled: Any) -> bool:
     """Whether a process compiles this function, for any types, so that others would wait."""
     lock = _locked(compiled._cache.lock_path, wait_s=0)
-    if lock >= 0:
+    if lock is not None and lock >= 0:
         os.close(lock)
-    return lock < 0
+    return lock is None
 
 
 _LONGEST_WAIT_S = 180.0
 """For another process that compiles the same function."""
 
 
-def _locked(path: str, wait_s: float = _LONGEST_WAIT_S) -> int:
+def _locked(path: str, wait_s: float = _LONGEST_WAIT_S) -> int | None:
+    """A file that is locked; -1 if there can be no lock, None if another process has had it for so long."""
     try:
         import fcntl
 
@@ -312,12 +313,15 @@ def _locked(path: str, wait_s: float = _LONGEST_WAIT_S) -> int:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return file
-        except OSError:
-            if time.monotonic() >= end:
-                break
-            time.sleep(0.05)
-    os.close(file)
-    return -1
+        except BlockingIOError:
+            if time.monotonic() < end:
+                time.sleep(0.05)
+                continue
+            os.close(file)
+            return None
+        except OSError:  # some file systems have no locks
+            os.close(file)
+            return -1
 
 
 def new_callback(function: Callable[..., Any], signature: Any, options: dict[str, Any]) -> Any:

@@ -119,7 +119,7 @@ class EngineConfig:
     )
     threads: int | None = _engine(
         None,
-        "Threads that compute on the CPU.",
+        "Threads that compute on the CPU, of each replica.",
         more="Default: one a core, as far as affinity and the quota of a container allow; `cbatch info` says why.",
         low=1,
         high=1024,

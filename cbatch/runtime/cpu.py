@@ -107,17 +107,24 @@ def near_weights(num_bytes: int) -> Iterator[None]:
         chosen = processors.on_one_node(num_bytes)
         _threads.take(chosen.num_threads, chosen.reason, processors)
         _threads.near = chosen.cpus if chosen.is_part else frozenset()
-    before = os.sched_getaffinity(0) if _threads.near else ()
-    bind_thread(_threads.near)
-    try:
+    with on_cpus(_threads.near):
         yield
-    finally:
-        bind_thread(before)
 
 
 def near_cpus() -> frozenset[int]:
     """The CPUs that computing threads must stay on; empty: any."""
     return _threads.near
+
+
+@contextmanager
+def on_cpus(cpus: Collection[int]) -> Iterator[None]:
+    """Keeps the calling thread, and those that it starts meanwhile, on these CPUs, unless there are none."""
+    before = os.sched_getaffinity(0) if cpus else ()
+    bind_thread(cpus)
+    try:
+        yield
+    finally:
+        bind_thread(before)
 
 
 def bind_thread(cpus: Collection[int]) -> None:

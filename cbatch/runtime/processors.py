@@ -86,7 +86,7 @@ def read_processors(root: Path = ROOT) -> Processors:
     """
     usable = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     if sys.platform != "linux":
-        return Processors({0: tuple((cpu,) for cpu in range(_cores_elsewhere(len(usable))))}, math.inf, len(usable))
+        return Processors({0: tuple(_cores_elsewhere(len(usable)))}, math.inf, len(usable))
     devices = root / "sys/devices"
     folders = (devices / "system/node").glob("node[0-9]*")
     numbers = sorted(int(name) for folder in folders if (name := folder.name.removeprefix("node")).isdecimal())
@@ -97,13 +97,14 @@ def read_processors(root: Path = ROOT) -> Processors:
     return Processors(cores, _quota(root), len(usable))
 
 
-def _cores_elsewhere(num_cpus: int) -> int:
-    """Performance cores of Apple's processors, and all cores of others."""
+def _cores_elsewhere(num_cpus: int) -> Iterator[Core]:
+    """Performance cores of Apple's processors, and all cores of others, whose CPUs get any numbers."""
     if sys.platform == "darwin" and (count := number_of_macos("hw.perflevel0.physicalcpu")) > 0:
-        return count
+        return ((cpu,) for cpu in range(count))
     import psutil
 
-    return min(psutil.cpu_count(logical=False) or num_cpus, num_cpus)
+    count = min(psutil.cpu_count(logical=False) or num_cpus, num_cpus)
+    return (tuple(range(core, num_cpus, count)) for core in range(count))
 
 
 def number_of_macos(name: str) -> int:

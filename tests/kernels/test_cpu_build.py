@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import gc
 import os
@@ -94,6 +95,18 @@ def test_processes_share_the_work(folder: Path) -> None:
     compile_free([TRIPLE])
     assert not is_kept(TRIPLE)
     os.close(lock)
+    compile_free([TRIPLE])
+    assert is_kept(TRIPLE)
+
+
+def test_a_disk_without_locks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a cache on a file system that has no locks: nobody waits for one, and all is compiled."""
+
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr("cbatch.compat.time.sleep", lambda _: pytest.fail("it waits"))
     compile_free([TRIPLE])
     assert is_kept(TRIPLE)
 

@@ -152,7 +152,8 @@ def test_systems_without_such_files(platform: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("psutil.cpu_count", lambda logical: 4)
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    assert read_processors().num_threads == 4
+    found = read_processors()
+    assert found.num_threads == 4 and found.reason.startswith("one for each core, of 8 CPUs")
 
 
 @pytest.fixture

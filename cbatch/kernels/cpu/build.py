@@ -15,6 +15,9 @@ from typing import Any, Self
 from cbatch.isolate.worker import Worker, WorkerFailed
 from cbatch.kernels.cpu.jit import Part, compile_free, is_kept
 
+MOST_PROCESSES = 7
+"""A model has hardly more kinds of instructions."""
+
 SEND_SECONDS = 60.0
 """How long a process may take to read what it is to compile."""
 
@@ -28,11 +31,11 @@ class Builders:
     def __init__(self, most: int, module: str, at_once: bool) -> None:
         """They begin when `compile` finds that parts are not kept on disk, or at once.
 
-        most:   processes there may be
+        most:   processes there may be, up to MOST_PROCESSES
         module: each of them imports it first
         """
         # A frozen program starts itself instead of Python.
-        self._most, self._module = 0 if getattr(sys, "frozen", False) else most, module
+        self._most, self._module = 0 if getattr(sys, "frozen", False) else min(most, MOST_PROCESSES), module
         self._workers: list[Worker] = []
         if at_once:
             self._start(self._most)

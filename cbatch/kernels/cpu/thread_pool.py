@@ -13,7 +13,7 @@ from typing import Any
 from numba import typeof
 
 from cbatch.kernels.cpu.work_queue import Worker, lone_worker, new_workers
-from cbatch.runtime.cpu import bind_thread, near_cpus
+from cbatch.runtime.cpu import bind_thread, near_cpus, on_cpus
 
 _Job = tuple[Callable[..., None], Worker, tuple[Any, ...]]
 
@@ -24,7 +24,7 @@ class ThreadPool:
     def __init__(self, size: int, cpus: frozenset[int] = frozenset()) -> None:
         """cpus: those that all of these threads stay on; empty: any"""
         self.size = size
-        self._cpus, self._caller = cpus, threading.local()
+        self._cpus = cpus
         self._inboxes: list[SimpleQueue[_Job | None]] = [SimpleQueue() for _ in range(size - 1)]
         threads = [
             threading.Thread(target=_work, args=(inbox, cpus), name=f"cbatch-cpu-{index}", daemon=True)
@@ -48,17 +48,15 @@ class ThreadPool:
 
         The function must find all of its work through the queue: a helper may start after the others have finished.
         """
-        if self._cpus and not hasattr(self._caller, "is_bound"):
-            bind_thread(self._cpus)
-            self._caller.is_bound = True
         own, *others = new_workers(self.size)
-        try:
-            for inbox, worker in zip(self._inboxes, others, strict=True):
-                inbox.put((function, worker, args))
-            function(own, *args)
-        except BaseException:  # an interruption: helpers must not be at work when the caller goes on
-            function(own, *args)
-            raise
+        with on_cpus(self._cpus):
+            try:
+                for inbox, worker in zip(self._inboxes, others, strict=True):
+                    inbox.put((function, worker, args))
+                function(own, *args)
+            except BaseException:  # an interruption: helpers must not be at work when the caller goes on
+                function(own, *args)
+                raise
 
 
 def shared_thread_pool(size: int) -> ThreadPool:

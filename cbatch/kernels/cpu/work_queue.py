@@ -99,7 +99,7 @@ def _microseconds(queue: Value) -> Any:
         return queue.constant(0)
     names = (builder.module.add_metadata([name]) for name in ("cntvct_el0", "cntfrq_el0"))
     count, frequency = (call_intrinsic(builder, "read_volatile_register.i64", INT64, name) for name in names)
-    return count // (frequency >> 20)
+    return count // (frequency >> 20 | 1)
 
 
 @kernel

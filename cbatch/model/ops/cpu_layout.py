@@ -155,7 +155,8 @@ class CpuLayout:
 
     def _shapes(self) -> dict[str, tuple[int, np.dtype[Any]]]:
         """Length and type of each array of the weights."""
-        types = map(np.dtype, (np.uint8, np.float32, np.float32, element_of(self.dtype), np.int64))
+        byte, number, index = map(np.dtype, (np.uint8, np.float32, np.int64))
+        types = byte, number, number, element_of(self.dtype), index
         return dict(zip(self._sizes, zip(self._sizes.values(), types, strict=True), strict=True))
 
     def no_weights(self) -> Weights:
