@@ -44,7 +44,7 @@ _SMALL_FAMILY: Config = {
     "num_hidden_layers": 16,
     "num_attention_heads": 12,
     "hidden_act": "silu",
-    "max_position_embeddings": 8192,
+    "max_position_embeddings": 40960,
     "tie_word_embeddings": False,
     "bos_token_id": None,
     "eos_token_id": None,
@@ -231,8 +231,7 @@ _SMALL = {
 }
 
 SHAPES: dict[str, Config] = GPU_SHAPES | {
-    name: _LLAMA | {"max_position_embeddings": 40960} | shape
-    for name, shape in {**PEER_SHAPES, "small": PEER_SHAPES["135m"] | _SMALL}.items()
+    name: _LLAMA | shape for name, shape in {**PEER_SHAPES, "small": PEER_SHAPES["135m"] | _SMALL}.items()
 }
 """Llamas, and those of GPU_SHAPES.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import random
 import signal
@@ -97,11 +96,11 @@ def run_to_file(
     *,
     counter: RowCounter | None = None,
     resume: bool = False,
-    stop_at: float = math.inf,
+    stop_at: int | None = None,
 ) -> None:
     """Runs a batch into a file in the order of the input. Raises as `run_stream` does.
 
-    stop_at: number of rows after which the run is interrupted
+    stop_at: number of rows after which the run is interrupted, before twice as many are finished
     """
     counter = counter or RowCounter()
     with FileWriter(output, input_order=True) as writer, source.open("rb") as lines:
@@ -111,11 +110,11 @@ def run_to_file(
             lines.seek(0)
         else:
             writer.start()
-        stream = driver.open(OPTIONS)
+        stream = driver.open(OPTIONS, window=stop_at and stop_at // 2)
 
         def on_rows(rows: Sequence[Row]) -> None:
             counter.rows += len(rows)
-            if counter.rows >= stop_at:
+            if stop_at is not None and counter.rows >= stop_at:
                 stream.interrupt(signal.SIGINT)
 
         run_stream(stream, writer, read_lines(lines), on_rows, kept=kept)

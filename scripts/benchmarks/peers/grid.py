@@ -15,11 +15,11 @@ Systems: cbatch; openvino; llama.cpp; transformers-one, transformers-static and 
 three), which quantize nothing. One that is not installed gets a line that says how to install it. Their packages may
 not go together, so each can have an interpreter of its own (--python).
 
-With --weights Q8_0,Q4_0, cbatch reads the file that llama.cpp has made; with f32, all is computed in float32.
+With --weights Q8_0,Q4_0,Q4_K_M, cbatch reads the file that llama.cpp has made; with f32, all is computed in float32.
 
 Kinds of work: one (a request of 64 + 256 tokens), mixed (32 requests, prompts of 16 to 512 and outputs of 8 to 256
-tokens, log-uniform), many (128 of 64 + 64), long (4 of 6,000 + 32), shared (64 of 1,064 + 64, which begin with the same
-1,000 tokens).
+tokens, log-uniform), many (128 of 64 + 64), long (4 of 6,000 + 32), longest (1 of 16,000 + 32), shared (64 of 1,064 +
+64, which begin with the same 1,000 tokens).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SHAPES = PEER_SHAPES | FAMILY_SHAPES | GRID_SHAPES
 FORMATS = {"bf16": "", "int8": "int8", "int4": "int4"}
 """Formats of the weights, as `PeerJob.weights`."""
 
-GGUF_FORMATS = {"Q8_0": "int8", "Q4_0": "int4"}
+GGUF_FORMATS = {"Q8_0": "int8", "Q4_0": "int4", "Q4_K_M": "Q4_K_M"}
 """Those of one file that cbatch and llama.cpp read; no other system does."""
 
 ALL_FORMATS = FORMATS | GGUF_FORMATS | {"f32": ""}
@@ -69,6 +69,7 @@ KINDS: dict[str, Kind] = {
     "mixed": Kind(lambda vocabulary: make_work(32, SEED, vocabulary), 32),
     "many": Kind(lambda vocabulary: make_equal_work(128, 64, 64, SEED, vocabulary), 128),
     "long": Kind(lambda vocabulary: make_equal_work(4, 6000, 32, SEED, vocabulary), 4, counts_prompts=True),
+    "longest": Kind(lambda vocabulary: make_equal_work(1, 16000, 32, SEED, vocabulary), 1, counts_prompts=True),
     "shared": Kind(lambda vocabulary: make_equal_work(64, 1064, 64, SEED, vocabulary, common=1000), 64),
 }
 

@@ -231,7 +231,7 @@ def make_once(target: Path, make: Callable[[Path], None]) -> None:
 
 _LLAMA: dict[str, Any] = {
     "model_type": "llama",
-    "max_position_embeddings": 8192,
+    "max_position_embeddings": 40960,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
     "tie_word_embeddings": True,
     "bos_token_id": None,
