@@ -63,10 +63,11 @@ CALLING: list[Any] = [
 TRIES = ("--validate", "regex=(?s).*[aeiou].*|.*tool_call.*", "--tries", "2", "--max-tool-rounds", "1")
 
 LONG: list[Any] = [
-    *({"prompt": f"long {number}", "max_tokens": 150, "ignore_eos": True, "temperature": 1.0} for number in range(3)),
-    *({"prompt": f"short {number}", "max_tokens": 2} for number in range(9)),
+    *({"prompt": f"long {number}", "max_tokens": 400, "ignore_eos": True, "temperature": 1.0} for number in range(3)),
+    *({"prompt": f"short {number}", "max_tokens": 2} for number in range(4)),
     "{bad",
 ]
+"""At the bad row, which is read when three short ones are done, the long ones have a hundred times as much to go."""
 JOURNAL = ("--journal-tokens", "--journal-interval", "0.001")
 
 
