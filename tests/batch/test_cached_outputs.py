@@ -18,6 +18,7 @@ from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.lines import RowOptions
 from cbatch.batch.templates import lines_of
 from cbatch.requests.completion import Completion
+from tests.support.faults import slow_steps
 from tests.support.model_folder import save_model
 from tests.support.shared_engine import ROWS
 
@@ -74,9 +75,9 @@ def test_rows_that_wait_for_a_cancelled_one_are_computed(engine: Engine, tmp_pat
     """Guards replicas, which cancel a row that another one has finished, and everybody who waits for its answer."""
     processor = LineProcessor(engine.core.input_processor(), RowOptions(cache=CacheConfig(str(tmp_path))))
     stream = EngineStream(engine.thread, processor, window=4)
-    rows = [{"prompt": "hello", "max_tokens": 60, "ignore_eos": True}] * 3
+    rows = [{"prompt": "hello", "max_tokens": 40, "ignore_eos": True}] * 3
     found: list[int] = []
-    with closing(stream.finished(lines_of(rows))) as finished:
+    with slow_steps(), closing(stream.finished(lines_of(rows))) as finished:
         for each in finished:
             if 0 in stream._in_flight:
                 stream.cancel(0)

@@ -21,6 +21,7 @@ from cbatch.batch.token_journal import TokenJournalConfig
 from cbatch.requests.completion import Completion
 from cbatch.tools.tool import load_tools
 from cbatch.validation.validation import Validation
+from tests.support.faults import slow_steps
 from tests.support.model_folder import save_model
 from tests.support.shared_engine import ROWS
 from tests.support.tiny_models import make_engine, make_network
@@ -72,7 +73,7 @@ class Batch:
     def break_off(self, num_tokens: int, **config: Any) -> int:
         """Leaves the batch once so many tokens were generated. Returns how many were."""
         stream = self.stream(**config)
-        with closing(stream.finished(lines_of(self.rows))) as finished:
+        with slow_steps(), closing(stream.finished(lines_of(self.rows))) as finished:
             for _ in finished:
                 if stream.output_tokens >= num_tokens:
                     break

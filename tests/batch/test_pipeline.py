@@ -24,7 +24,7 @@ from cbatch.batch.writer import StreamWriter, run_stream
 from cbatch.cli.run.stats import RunStats
 from scripts.benchmarks.rows import measure_apart
 from tests.support.command import Command
-from tests.support.faults import wait_until
+from tests.support.faults import slow_steps, wait_until
 from tests.support.rows import parse_rows
 
 
@@ -141,7 +141,7 @@ def test_what_was_finished_before_a_signal_is_written(engine: Engine, monkeypatc
     output, stats = Slow(stream, input_order=True), RunStats()
     rows_of = EngineDriver(engine.thread).open(RowOptions(), window=100)
     rows = [b"{bad"] * 20 + [b'{"prompt": "long", "max_tokens": 240, "ignore_eos": true}'] + [b"{bad"] * 20
-    with pytest.raises(Interrupted):
+    with slow_steps(), pytest.raises(Interrupted):
         run_stream(rows_of, output, read_lines(io.BytesIO(b"\n".join(rows))), stats.count)
     assert [row["index"] for row in parse_rows(stream.getvalue())] == [*range(20), *range(21, 41)]
 

@@ -17,7 +17,7 @@ from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.lines import Line
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
-from tests.support.faults import wait_until
+from tests.support.faults import slow_steps, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_many_heavy_rows_wait_unread(engine_thread: EngineThread, monkeypatch: p
 def test_leaving_the_iteration_cancels_what_is_in_flight(engine_thread: EngineThread) -> None:
     """Guards the engine against requests of a consumer that went away, and against a reader that waits for ever."""
     stream = stream_on(engine_thread, max_tokens=90)
-    with closing(stream.finished(endless())) as finished:
+    with slow_steps(), closing(stream.finished(endless())) as finished:
         next(finished)
         wait_until(lambda: engine_thread.engine.stats().num_running >= 4)
     wait_for_reader_to_end()
@@ -104,7 +104,7 @@ def test_what_the_source_raises_comes_after_the_rows_before_it(
 def test_closing_the_engine_ends_the_stream(engine: SteppingEngine, source: Callable[[], Iterator[Line]]) -> None:
     """Guards against error rows for requests that a closed engine has lost, and against reading on for ever."""
     engine_thread, found = EngineThread(engine), []
-    with pytest.raises(EngineError, match="closed before the last row was finished"):
+    with slow_steps(), pytest.raises(EngineError, match="closed before the last row was finished"):
         for rows in stream_on(engine_thread, window=100, max_tokens=90).finished(source()):
             found += [row.completion for row in rows]
             if engine.stats().num_running:

@@ -27,7 +27,7 @@ from cbatch.replicas.connection import FinishedRow
 from cbatch.replicas.driver import ReplicaDriver
 from cbatch.replicas.replica import InProcessConnection, Replica
 from cbatch.tools.tool import Tool
-from tests.support.faults import wait_until
+from tests.support.faults import slow_steps, wait_until
 from tests.support.in_process_replicas import InProcessLauncher
 from tests.support.model_folder import save_model
 from tests.support.tool_rounds import ADD_CALL, ROUNDS
@@ -136,9 +136,10 @@ def test_rows_and_keys_are_those_of_the_engine_itself(engine: Engine, replica: R
 def test_a_cancelled_row_is_not_given(engine: Engine, replica: Replica) -> None:
     """Guards slots against rows that another replica has finished, running here, waiting, or not even read."""
     replica.begin(LONG)
-    replica.exchange(lines(*range(8)), [], 0.0)
-    wait_until(lambda: engine.stats().num_running >= 4)
-    found = exchange_until(replica, 6, lines(8), [0, 5, 8])
+    with slow_steps():
+        replica.exchange(lines(*range(8)), [], 0.0)
+        wait_until(lambda: engine.stats().num_running >= 4)
+        found = exchange_until(replica, 6, lines(8), [0, 5, 8])
     assert sorted(index for index, _, _ in found) == [1, 2, 3, 4, 6, 7]
     assert replica.exchange([], [1, 2, 77], 0.05).finished == []
 
@@ -190,7 +191,7 @@ def test_a_failed_row_has_the_key_that_it_would_have_had(replica: Replica) -> No
 
 def test_a_failed_engine_says_so_after_its_rows(model_folder: Path) -> None:
     """Guards a replica whose engine has failed against being asked for ever, and finished rows against being lost."""
-    with Engine(EngineConfig(model=str(model_folder), device="cpu", max_seqs=4)) as engine:
+    with slow_steps(), Engine(EngineConfig(model=str(model_folder), device="cpu", max_seqs=4)) as engine:
         replica = Replica(engine)
         replica.begin(LONG)
         replies = [replica.exchange([*lines(0, 1), Line(2, b"{bad")], [], 0.0)]

@@ -23,6 +23,7 @@ from cbatch.cli.run.batch_run import run_batch
 from cbatch.cli.run.command import open_input, open_output
 from cbatch.cli.run.options import RunOptions
 from cbatch.cli.run.stats import RunStats
+from tests.support.faults import slow_steps
 from tests.support.model_folder import save_model
 from tests.support.rows import write_rows
 
@@ -63,11 +64,10 @@ CALLING: list[Any] = [
 TRIES = ("--validate", "regex=(?s).*[aeiou].*|.*tool_call.*", "--tries", "2", "--max-tool-rounds", "1")
 
 LONG: list[Any] = [
-    *({"prompt": f"long {number}", "max_tokens": 400, "ignore_eos": True, "temperature": 1.0} for number in range(3)),
+    *({"prompt": f"long {number}", "max_tokens": 150, "ignore_eos": True, "temperature": 1.0} for number in range(3)),
     *({"prompt": f"short {number}", "max_tokens": 2} for number in range(4)),
     "{bad",
 ]
-"""At the bad row, which is read when three short ones are done, the long ones have a hundred times as much to go."""
 JOURNAL = ("--journal-tokens", "--journal-interval", "0.001")
 
 
@@ -246,7 +246,8 @@ class DamageTest:
     def _broken_off(self) -> bytes:
         """Tokens of answers that a run has left which ended at the bad row. Keeps the rows that were finished."""
         try:
-            self._run(self._parsed("--overwrite", "--window", "4", "--max-errors", "1"))
+            with slow_steps():
+                self._run(self._parsed("--overwrite", "--window", "4", "--max-errors", "1"))
         except Exception as error:
             assert "Stopped at error 1" in str(error), error
         self._finished_before = self._out.read_bytes()

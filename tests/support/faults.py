@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+
+from cbatch.engine.stepping_engine import SteppingEngine
 
 TIMEOUT_S = 60
 
@@ -31,6 +34,20 @@ class Fault:
             return original(*arguments, **options)
 
         patch.setattr(owner, name, broken)
+
+
+@contextmanager
+def slow_steps(seconds: float = 0.01) -> Iterator[None]:
+    """Every engine of this process takes so much longer for a step: long answers last until others did their part."""
+    step = SteppingEngine.step
+
+    def slow(engine: SteppingEngine) -> Any:
+        time.sleep(seconds)
+        return step(engine)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SteppingEngine, "step", slow)
+        yield
 
 
 def in_time(work: Callable[[], Any]) -> Any:

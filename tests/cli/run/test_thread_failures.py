@@ -25,7 +25,7 @@ PLACES: list[tuple[type, str, int]] = [
     (FileWriter, "_sync", 1),
     (FileWriter, "_complete", 1),
     (Journal, "row", 5),
-    (RunStats, "count", 5),
+    (RunStats, "count", 3),
     (RowStream, "release", 3),
     (LineProcessor, "process", 10),
     (SteppingEngine, "step", 6),

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.support.command import Command
+from tests.support.faults import slow_steps
 from tests.support.in_process_replicas import InProcessLauncher
 from tests.support.rows import parse_rows, without_check
 
@@ -19,8 +20,12 @@ LONG = {"max_tokens": 200, "ignore_eos": True, "temperature": 1.0}
 ROWS: list[Any] = [{"prompt": f"long {number}", **LONG} for number in range(3)]
 ROWS += [{"prompt": f"short {number}", "max_tokens": 2} for number in range(15)] + ["{bad"]
 JOURNAL = ("--journal-tokens", "--journal-interval", "0.01")
-BROKEN_OFF = ("--max-seqs", "4", "--window", "4", "--max-errors", "1")
-"""Ends at the bad row at the end, when the long ones are still there."""
+
+
+def break_off(command: Command) -> None:
+    """Ends at the bad row at the end, when the long ones are still there."""
+    with slow_steps():
+        assert command(*JOURNAL, "--max-seqs", "4", "--window", "4", "--max-errors", "1") == 3
 
 
 def tokens_of(command: Command) -> Path:
@@ -31,7 +36,7 @@ def tokens_of(command: Command) -> Path:
 def test_unfinished_answers_go_on(command: Command, whole: bytes, name: str, options: tuple[str, ...]) -> None:
     """Guards a run that was broken off: --resume goes on in the middle, also without journaling itself."""
     command.out = command.folder / name
-    assert command(*JOURNAL, *BROKEN_OFF) == 3
+    break_off(command)
     first = command.figures()
     assert tokens_of(command).exists() and first["rows"] == 16
     assert command("--resume", *options) == 1 and not tokens_of(command).exists()
@@ -48,7 +53,7 @@ def test_unfinished_answers_go_on(command: Command, whole: bytes, name: str, opt
 
 def test_a_run_without_finished_rows_goes_on(command: Command, whole: bytes) -> None:
     """Guards the longest answers: there may be tokens and no output file yet."""
-    assert command(*JOURNAL, *BROKEN_OFF) == 3
+    break_off(command)
     command.out.unlink()
     assert command("--resume", *JOURNAL) == 1 and command.data == whole
     assert command.figures()["rows_continued"] == 3
@@ -56,7 +61,7 @@ def test_a_run_without_finished_rows_goes_on(command: Command, whole: bytes) -> 
 
 def test_tokens_are_not_dropped_unasked(command: Command) -> None:
     """Guards hours of work against a command without --resume, and a new run against old tokens."""
-    assert command(*JOURNAL, *BROKEN_OFF) == 3
+    break_off(command)
     command.out.unlink()
     before = tokens_of(command).read_bytes()
     assert command() == 2 and tokens_of(command).read_bytes() == before
