@@ -103,6 +103,15 @@ def _copy_scales(kv: PagedKV, packed: Any, panels: Any, scales: Any) -> None:
 
 
 @inlined
+def _share_prefetching(run: Any, one: int, other: int, top: int, rows: int) -> None:
+    """Where a pass prefetches from: with many rows the first one and the second take a place each."""
+    if top == 0:
+        run[2], run[3] = one, other if rows <= MAX_ROWS else one
+    elif top == MAX_ROWS:
+        run[2], run[3] = other, other
+
+
+@inlined
 def _compute_scores(
     kv: PagedKV, packed: Any, query: Rows, first: int, rows: int, low: int, high: int, now: int,
     scratch: AttentionWorkspace,
@@ -116,27 +125,35 @@ def _compute_scores(
     panels, runs, like = scratch.panels[now], scratch.runs, scratch.stored[0, 0]
     depth = kv.key_dim * scratch.stored.itemsize // 4
     for left in range(low, high, COLUMNS):
+        part = left // LANES
         for i in range(2):
-            runs[0, i], runs[0, 2 + i] = panels[0, left // LANES + i], panels[2, left // LANES + i]
+            runs[0, i] = panels[0, part + i]
         if packed is not None:
-            _compute_rounded_scores(kv, rows, left, first, scratch)
+            _compute_rounded_scores(kv, rows, left, first, panels[2, part], panels[2, part + 1], scratch)
             continue
         columns = Panels(np.int64(runs.ctypes.data), depth, LINE, depth, LINE)
         for top in range(0, rows, MAX_ROWS):
+            _share_prefetching(runs[0], panels[2, part], panels[2, part + 1], top, rows)
             out = Rows(scratch.scores.ctypes.data + (top * TILE_TOKENS + left) * 4, TILE_TOKENS * 4)
             rows_of_query = Rows(query.address + top * query.stride, query.stride)
             multiply_tile(kv.microkernel, like, rows_of_query, columns, out, min(MAX_ROWS, rows - top), 0)
 
 
 @kernel
-def _compute_rounded_scores(kv: PagedKV, rows: int, left: int, first: int, scratch: AttentionWorkspace) -> None:
-    """The same for keys of bytes: of 32 tokens from `left` on, whose panels are the first run."""
+def _compute_rounded_scores(
+    kv: PagedKV, rows: int, left: int, first: int, one: int, other: int, scratch: AttentionWorkspace
+) -> None:
+    """The same for keys of bytes: of 32 tokens from `left` on, whose panels are the first run.
+
+    one, other: places to prefetch from
+    """
     query, headers, runs = scratch.rounded_query, scratch.query_headers, scratch.runs
     stride, header_stride = query.shape[1] * 2, headers.shape[1] * HEADER_BYTES
     for group in range(0, kv.key_dim, GROUP):
         steps = min(GROUP, kv.key_dim - group) // 4
         columns = Panels(np.int64(runs.ctypes.data), steps, LINE, steps, LINE)
         for top in range(0, rows, MAX_ROWS):
+            _share_prefetching(runs[0], one + group * LANES, other + group * LANES, top, rows)
             out = Rows(scratch.scores.ctypes.data + (top * TILE_TOKENS + left) * 4, TILE_TOKENS * 4)
             of_query = Rows(query.ctypes.data + (first + top) * stride + group * 2, stride)
             place = headers.ctypes.data + (first + top) * header_stride + group // GROUP * HEADER_BYTES
@@ -144,8 +161,8 @@ def _compute_rounded_scores(kv: PagedKV, rows: int, left: int, first: int, scrat
             multiply_byte_tile(
                 kv.microkernel, of_query, of_headers, columns, out, min(MAX_ROWS, rows - top), 1 if group else 0
             )
-        for place in range(4):
-            runs[0, place] += steps * LINE
+        for i in range(2):
+            runs[0, i] += steps * LINE
 
 
 @inlined
@@ -162,13 +179,17 @@ def _accumulate_values(
     width, half = LANES * (kv.block_size if packed is None else LANES) * itemsize, LANES * LANES * itemsize
     columns = Panels(np.int64(runs.ctypes.data) + low // LANES * 32, run, LINE, depth, LINE)
     for i in range(TILE_TOKENS // LANES):
-        runs[i, 0], runs[i, 2] = scratch.panels[now, 1, i], scratch.panels[1 - now, 0, i]
-        runs[i, 1], runs[i, 3] = runs[i, 0] + width, runs[i, 2] + half
+        runs[i, 0] = scratch.panels[now, 1, i]
+        runs[i, 1] = runs[i, 0] + width
     for panel in range(0, kv.value_dim // LANES, 2):
-        if panel == kv.value_dim // LANES - 1:
+        is_alone = panel == kv.value_dim // LANES - 1
+        if is_alone:
             for i in range(TILE_TOKENS // LANES):
-                runs[i, 1], runs[i, 3] = runs[i, 0], runs[i, 2]
+                runs[i, 1] = runs[i, 0]
         for top in range(0, rows, MAX_ROWS):
+            for i in range(TILE_TOKENS // LANES if top <= MAX_ROWS else 0):
+                following = scratch.panels[1 - now, 0, i] + panel * half
+                _share_prefetching(runs[i], following, following if is_alone else following + half, top, rows)
             count = min(MAX_ROWS, rows - top)
             target = Rows(out.address + top * out.stride + panel * LANES * 4, out.stride)
             if packed is not None:
@@ -182,8 +203,6 @@ def _accumulate_values(
         for i in range(TILE_TOKENS // LANES):
             runs[i, 0] += 2 * width
             runs[i, 1] += 2 * width
-            runs[i, 2] += 2 * half
-            runs[i, 3] += 2 * half
 
 
 @kernel

@@ -28,7 +28,7 @@ from cbatch.runtime.cpu import empty
 _MAX_QUERY_ROWS = 96
 """Query rows (tokens times the heads that share keys) of a task: they use a tile of keys while it is in the cache."""
 
-BLOCK_ROWS = 48
+BLOCK_ROWS = 96
 """Query rows whose scores with a tile of keys are there at once: they stay in the processor's first cache."""
 
 REFERENCE, WEIGHT_SUM = 2 * LANES, LANES

@@ -43,7 +43,8 @@ from cbatch.kernels.cpu.matmul.microkernel import (
     Rows,
     emit_for_panels,
     emit_for_rows,
-    prefetch_step,
+    emit_prefetch,
+    emit_prefetching,
     read_broadcast,
     read_number,
     repeated_rows,
@@ -89,15 +90,20 @@ class _Emitter:
                 first = number * run
                 starts = [table + number * 32 + panel * 8 for panel in which]
                 places, further = ([(start + after).read(INT64) for start in starts] for after in (0, 16))
-                with for_range(run) as step:
-                    prefetch_step(further, step * ahead, self.num_rows)
-                    here, down = [row + (first + step) * 8 for row in rows], step * stride
-                    for part, weights in enumerate(split_quads(partial(self.words, places, down))):
-                        for row, address in enumerate(here):
-                            one = read_number(address, part, INT32 if CHOSEN.pairs else INT16, limit=8)
-                            for i, weight in enumerate(weights):
-                                total = sums[row, i]
-                                total.value = add_integers(total.value, weight, one, 2)
+
+                def emit_run(ahead_places: list[Value]) -> None:
+                    with for_range(run) as step:
+                        for place in ahead_places:
+                            emit_prefetch(place + step * ahead)
+                        here, down = [row + (first + step) * 8 for row in rows], step * stride
+                        for part, weights in enumerate(split_quads(partial(self.words, places, down))):
+                            for row, address in enumerate(here):
+                                one = read_number(address, part, INT32 if CHOSEN.pairs else INT16, limit=8)
+                                for i, weight in enumerate(weights):
+                                    total = sums[row, i]
+                                    total.value = add_integers(total.value, weight, one, 2)
+
+                emit_prefetching(further, self.num_rows, emit_run)
             targets = {(row, i): Place(outs[row] + which[i] * (LANES * 4)) for row, i in sums}
             found = {}
             for (row, i), total in sums.items():

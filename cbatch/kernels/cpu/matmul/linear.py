@@ -214,7 +214,7 @@ def _multiply(
         return
     panels, pair = workspace.panels[thread], 1 if kind == FLOAT32 else 2
     panels[0], panels[1] = place, place + 4 * LANES
-    panels[2], panels[3] = place + ahead.start, place + ahead.start + 4 * LANES
+    panels[2], panels[3] = place + ahead.start, place + ahead.start + ahead.second
     steps = depth // pair
     columns = Panels(panels.ctypes.data, steps, 4 * COLUMNS, steps, ahead.stride)
     multiply_tile(microkernel, a[0, 0], left, columns, out, count, add)

@@ -63,7 +63,7 @@ def _multiply(lora: LoraStep, thread: int, left: Rows, place: int, depth: int, o
     panels, ahead = lora.panels[thread], prefetch_ahead(4 * COLUMNS, depth, 0, 1)
     tile = np.int64(lora.weights.ctypes.data) + 4 * place
     panels[0], panels[1] = tile, tile + 4 * LANES
-    panels[2], panels[3] = tile + ahead.start, tile + ahead.start + 4 * LANES
+    panels[2], panels[3] = tile + ahead.start, tile + ahead.start + ahead.second
     columns = Panels(np.int64(panels.ctypes.data), depth, 4 * COLUMNS, depth, ahead.stride)
     multiply_tile(lora.microkernel, lora.weights[0], left, columns, out, count, 0)
 

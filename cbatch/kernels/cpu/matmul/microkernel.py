@@ -60,8 +60,8 @@ ROW_COUNTS = tuple(rows for rows in (1, 2, 3, 4, 6, 8, 12) if rows <= MAX_ROWS)
 FIRST_CACHE, SECOND_CACHE = 3, 2
 """How near something is prefetched, for `llvm.prefetch`."""
 
-FEW_ROWS = 6
-"""Rows whose products take less time than reading the columns, so that both panels are prefetched."""
+_ROWS_WITHOUT_CHOICE = 6
+"""Rows whose products take less time than reading: a second place to prefetch from costs nothing if it is the first."""
 
 _AHEAD = 4096
 """Bytes that weights are prefetched ahead. Some processors read a sixth less a second without."""
@@ -80,7 +80,8 @@ class Rows(NamedTuple):
 class Panels(NamedTuple):
     """Two panels side by side, in runs that may lie anywhere.
 
-    table:  address of [N, 4] int64, for each run the addresses of both panels, and of what is prefetched meanwhile
+    table:  address of [N, 4] int64, for each run the addresses of both panels, and of two places from which something
+            is prefetched meanwhile, or twice that of one
     run:    steps of a run
     stride: bytes from one step to the next
     depth:  steps in all; a step is one number in float32, a pair otherwise
@@ -99,10 +100,12 @@ class Ahead(NamedTuple):
 
     start:  bytes from the beginning of the tile
     stride: bytes that each step goes on
+    second: bytes to the line that a step prefetches too; 0 if it prefetches one only
     """
 
     start: int
     stride: int
+    second: int = 0
 
 
 @shared
@@ -115,11 +118,11 @@ def prefetch_ahead(step_bytes: int, steps: int, number: int, passes: int) -> Ahe
     step_bytes, steps: of a tile
     """
     if passes == 1:
-        return Ahead(_AHEAD, step_bytes)
+        return Ahead(_AHEAD, step_bytes, 4 * LANES)
     stride = step_bytes // min(passes, _FETCHING_PASSES)
     if number >= _FETCHING_PASSES:  # all of it has been
-        return Ahead(0, stride)
-    return Ahead((step_bytes + number * stride) * steps, stride)
+        return Ahead(0, stride, 0)
+    return Ahead((step_bytes + number * stride) * steps, stride, 0)
 
 
 def left_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -227,10 +230,13 @@ def repeated_rows(count: Value, num_rows: int, *places: Any) -> list[list[Value]
     return [[start + stride * number for number in numbers] for start, stride in places]
 
 
-def prefetch_step(places: list[Value], further: Value, num_rows: int) -> None:
-    """Prefetches a line at each place, or at the first if products of so many rows take longer than reading."""
-    for place in places[: 1 if num_rows > FEW_ROWS else None]:
-        emit_prefetch(place + further)
+def emit_prefetching(places: list[Value], num_rows: int, emit: Callable[[list[Value]], None]) -> None:
+    """Code for each number of different places to prefetch from; `emit` makes it for some of them."""
+    if len(places) == 1 or num_rows <= _ROWS_WITHOUT_CHOICE:
+        emit(places)
+        return
+    one, other = places
+    switch(one.is_("==", other).to("zext", INT64), {1: partial(emit, places[:1]), 0: partial(emit, places)})
 
 
 def emit_for_rows(count: Value, row_counts: tuple[int, ...], emit: Callable[[int], None]) -> None:
@@ -285,17 +291,19 @@ class _TileEmitter:
         places: of the panels, and of what is prefetched
         start:  bytes from the beginning of a left-hand row
         """
-        (panels, ahead), parts, at_once = places, self.step_bytes // 4, max(1, CHOSEN.row_bytes // self.step_bytes)
+        (panels, places_ahead), parts = places, self.step_bytes // 4
+        at_once = max(1, CHOSEN.row_bytes // self.step_bytes)
 
-        def weights_of(step: Value) -> Iterator[list[Value]]:
+        def weights_of(step: Value, ahead: list[Value]) -> Iterator[list[Value]]:
             down, further = (step * stride for stride in strides)
-            prefetch_step(ahead, further, self.num_rows)
+            for place in ahead:
+                emit_prefetch(place + further)
             for part in range(parts):
                 yield [self.weight(panel + down, part) for panel in panels]
 
-        def emit_steps(first: Value, count: int) -> None:
+        def emit_steps(first: Value, count: int, ahead: list[Value]) -> None:
             here = [row + (start + first * self.step_bytes) for row in rows]
-            vectors = (each for number in range(count) for each in weights_of(first + number))
+            vectors = (each for number in range(count) for each in weights_of(first + number, ahead))
             if self.in_pairs:
                 add_in_pairs(sums, vectors, here)
                 return
@@ -306,12 +314,15 @@ class _TileEmitter:
                         total = sums[row, i]
                         total.value = self.multiply_add(total.value, left, weight)
 
-        with for_range(steps // at_once) as index:
-            emit_steps(index * at_once, at_once)
-        if at_once > 1:
-            whole = steps // at_once * at_once
-            with for_range(steps - whole) as index:
-                emit_steps(whole + index, 1)
+        def emit_all(ahead: list[Value]) -> None:
+            with for_range(steps // at_once) as index:
+                emit_steps(index * at_once, at_once, ahead)
+            if at_once > 1:
+                whole = steps // at_once * at_once
+                with for_range(steps - whole) as index:
+                    emit_steps(whole + index, 1, ahead)
+
+        emit_prefetching(places_ahead, self.num_rows, emit_all)
 
 
 @emitted(types.void, LIKE, PARTS, PARTS, PARTS, types.int64, types.int64)
