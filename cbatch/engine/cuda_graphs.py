@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -313,32 +314,65 @@ class StepGraphs:
         return _CapturedStep(size, buffers, recurrence, capture(run))
 
 
+_MAX_STREAMS = 32
+"""Streams of a device that torch gives to everybody in turn: the next one is the first again."""
+
+
+class _CaptureStream:
+    """A stream of torch that no other living capturer has, nor any graph of one.
+
+    A graph that is freed clears the cuBLAS workspaces of the stream it was captured on, into which the graphs of
+    another would be replayed (https://github.com/pytorch/pytorch/issues/193402).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises RuntimeError if others have all streams."""
+        for _ in range(_MAX_STREAMS):
+            self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            if _capture_streams.setdefault((device, self.stream.cuda_stream), self) is self:
+                return
+        raise RuntimeError(f"all {_MAX_STREAMS} streams of {device} belong to graphs of other engines")
+
+
+_capture_streams: WeakValueDictionary[tuple[torch.device, int], _CaptureStream] = WeakValueDictionary()
+"""Those of the process, by device and handle."""
+
+
 class GraphCapturer:
     """Captures what a function launches on the GPU; returns a function that replays it."""
 
     def __init__(self, device: torch.device) -> None:
-        # Not shared with other capturers: a graph that is freed clears the cuBLAS workspaces of the stream it was
-        # captured on, into which the graphs of another would be replayed
-        # (https://github.com/pytorch/pytorch/issues/193402).
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._owned = _CaptureStream(device)
         self._memory: Any = None
 
     def __call__(self, run: Run) -> Run:
-        before = torch.cuda.current_stream(self._stream.device)
+        stream = self._owned.stream
+        before = torch.cuda.current_stream(stream.device)
         graph = torch.cuda.CUDAGraph()
         try:
             # thread_local: other threads may use the device meanwhile.
             with (
                 _one_at_a_time,
                 _no_garbage_collection(),
-                torch.cuda.graph(graph, self._memory, self._stream, "thread_local"),
+                torch.cuda.graph(graph, self._memory, stream, "thread_local"),
             ):
                 run()
         except BaseException:
             torch.cuda.set_stream(before)  # a capture that cannot be ended leaves its own stream current
             raise
         self._memory = graph.pool()  # the pool of the first capture that succeeded, for all
-        return graph.replay
+        return _Replay(graph, self._owned)
+
+
+@dataclass(frozen=True, slots=True)
+class _Replay:
+    """A captured graph, which keeps its stream from others."""
+
+    graph: torch.cuda.CUDAGraph
+    owned: _CaptureStream
+
+    def __call__(self) -> None:
+        self.graph.replay()
 
 
 _one_at_a_time = threading.Lock()

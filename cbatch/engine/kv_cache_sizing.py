@@ -26,7 +26,7 @@ from cbatch.engine.model_runner import Execution, ModelRunner, stored_states
 from cbatch.model.base import Model
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.memory import DeviceMemory, device_memory, is_out_of_memory, kernel_too_large
-from cbatch.runtime.transfer import use_device
+from cbatch.runtime.transfer import computing_on
 from cbatch.sample.output import PendingSample
 from cbatch.sample.processors import counts_for
 from cbatch.sample.structured.masks import TokenMasks
@@ -239,7 +239,7 @@ class MemoryProfiler:
         """
         assert memory.measure_peak is not None
         try:
-            with use_device(self._model.device):
+            with computing_on(self._model.device):
                 steps = (*self.prompt_steps(), self.decode_step())
                 peak = max(memory.measure_peak(partial(self._compute, step)) for step in steps)
                 return peak, self._measure_graphs(memory.measure_peak)

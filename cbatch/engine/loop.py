@@ -21,7 +21,7 @@ from cbatch.runtime.batch import BlockTables, Logits, RaggedBatch
 from cbatch.runtime.cpu import single_threaded
 from cbatch.runtime.device import pins_memory
 from cbatch.runtime.tracing import span
-from cbatch.runtime.transfer import synchronize, use_device
+from cbatch.runtime.transfer import computing_on, synchronize
 from cbatch.sample.output import PendingSample, grammar_places, sampling_params
 from cbatch.sample.sampler import Sampler
 from cbatch.sample.structured.masks import MaskFiller
@@ -163,4 +163,4 @@ class StepLoop:
 
     def _on_device(self) -> AbstractContextManager[object]:
         model = self.runner.model
-        return single_threaded() if model.has_own_threads else use_device(model.device)
+        return single_threaded() if model.has_own_threads else computing_on(model.device)

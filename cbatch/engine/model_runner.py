@@ -17,7 +17,7 @@ from cbatch.runtime.batch import Logits, RaggedBatch
 from cbatch.runtime.device import is_nvidia
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.state_pool import StatePool, StateShape
-from cbatch.runtime.transfer import use_device
+from cbatch.runtime.transfer import computing_on
 from cbatch.sample.sampler import Sampler
 from cbatch.schedule.limits import StepLimits
 
@@ -87,7 +87,7 @@ class ModelRunner:
         has_room: whether there is memory for another graph
         """
         if parts := self.step_parts(sampler, limits):
-            with use_device(self.model.device):
+            with computing_on(self.model.device):
                 self._graphs = StepGraphs(parts, GraphSizes.of(limits), has_room=has_room)
             if self.graph_problem:
                 _log.warning(self.graph_problem)
@@ -99,7 +99,7 @@ class ModelRunner:
         """
         if not is_nvidia(self.model.device):
             return
-        with use_device(self.model.device), torch.inference_mode():
+        with computing_on(self.model.device), torch.inference_mode():
             ones = torch.ones(16, 16, dtype=self.model.dtype, device=self.model.device)
             linear(ones, ones)
             if ones.dtype != torch.float32:

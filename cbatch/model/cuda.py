@@ -66,9 +66,6 @@ class CudaModel(ProgramModel):
         """
         if dtype == torch.bfloat16 and not has_bfloat16(device):
             raise UnsupportedConfig(f"{gpu_name(device)} does not compute in bfloat16")
-        # In bfloat16 and float16, cuBLAS may otherwise add parts of a product in 16 bits.
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         super().__init__(config, dtype, device)
         if ops is None:
             from cbatch.attention.triton import fits

@@ -1,9 +1,9 @@
-"""Small arrays from the host to a device and back, and the current device."""
+"""Small arrays from the host to a device and back, and what torch is set to while it computes there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -21,6 +21,31 @@ _ALIGNMENT = 16
 def use_device(device: torch.device) -> AbstractContextManager[object]:
     """Makes a GPU torch's current device, on which Triton launches kernels wherever the tensors are."""
     return torch.cuda.device(device) if is_cuda(device) else nullcontext()
+
+
+_ROUNDED_SUMS = "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"
+"""Settings by which cuBLAS may add parts of a product in 16 bits; both are on by default."""
+
+
+@contextmanager
+def computing_on(device: torch.device) -> Iterator[None]:
+    """Makes a GPU torch's current device, and sums of its products float32.
+
+    torch has these settings for the whole process. A program's own products find its own ones afterwards.
+    """
+    if not is_cuda(device):
+        yield
+        return
+    settings = torch.backends.cuda.matmul
+    changed = [name for name in _ROUNDED_SUMS if getattr(settings, name)]
+    for name in changed:
+        setattr(settings, name, False)
+    try:
+        with torch.cuda.device(device):
+            yield
+    finally:
+        for name in changed:
+            setattr(settings, name, True)
 
 
 def synchronize(device: torch.device) -> None:

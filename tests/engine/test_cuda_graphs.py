@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,6 +53,7 @@ from tests.support.cuda_model import (
     model_of,
     run,
 )
+from tests.support.fake_cuda import CUDA, FakeCuda
 from tests.support.model_checks import is_greedy_output
 from tests.support.programs import saved_model
 from tests.support.samples import sampled
@@ -355,6 +357,7 @@ def test_a_capture_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     All captures of a capturer share a pool and a stream; another has its own, as graphs clear the workspaces of theirs.
     """
+    handles = itertools.cycle(range(1000, 1032))
     seen: list[object] = []
     graph = SimpleNamespace(pool=lambda: "pool", replay=lambda: seen.append("replayed"))
 
@@ -364,7 +367,7 @@ def test_a_capture_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
         yield
 
     for name, fake in {
-        "Stream": lambda device: SimpleNamespace(device=device),
+        "Stream": lambda device: SimpleNamespace(device=device, cuda_stream=next(handles)),
         "CUDAGraph": lambda: graph,
         "current_stream": lambda device: "stream before",
         "graph": capture,
@@ -380,7 +383,24 @@ def test_a_capture_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
         capture(fail)
     for _ in range(2):
         capture(lambda: None)()
-    assert GraphCapturer(torch.device("cuda:0"))._stream is not capture._stream
+    stream = capture._owned.stream
     first, after_failure, second, replayed, third, _ = seen
-    assert first == second == (True, None, capture._stream, "thread_local", False) and after_failure == "stream before"
-    assert third == (True, "pool", capture._stream, "thread_local", False) and replayed == "replayed" and gc.isenabled()
+    assert first == second == (True, None, stream, "thread_local", False) and after_failure == "stream before"
+    assert third == (True, "pool", stream, "thread_local", False) and replayed == "replayed" and gc.isenabled()
+
+
+def test_graphs_of_living_engines_never_share_a_stream() -> None:
+    """Guards graphs against others that are freed, which clear the workspaces of their stream: torch has 32 for all."""
+    with FakeCuda(), no_collector():
+
+        def capturer() -> GraphCapturer:
+            return GraphCapturer(CUDA)
+
+        replay = capturer()(lambda: None)  # its capturer is gone, and its graph is not
+        others = [capturer() for _ in range(31)]
+        streams = {replay.owned.stream.cuda_stream, *(one._owned.stream.cuda_stream for one in others)}
+        assert len(streams) == 32
+        with pytest.raises(RuntimeError, match="all 32 streams of cuda:0 belong to graphs of other engines"):
+            capturer()
+        free = others.pop(7)._owned.stream.cuda_stream
+        assert capturer()._owned.stream.cuda_stream == free

@@ -122,10 +122,13 @@ class Mark:
 
 
 class Stream:
-    """Stands for `torch.cuda.Stream`: work in order. `queue`: what is still to be done, if the device computes."""
+    """Stands for `torch.cuda.Stream`: work in order. `queue`: what is still to be done, if the device computes.
+
+    `cuda_stream` is one of 32 in turn, as torch gives them.
+    """
 
     def __init__(self, device: FakeCuda) -> None:
-        self.owner, self.device = device, CUDA
+        self.owner, self.device, self.cuda_stream = device, CUDA, 1 + len(device.streams) % 32
         self.queue: deque[Work] = deque()
         device.streams.append(self)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from cbatch.base.errors import CbatchError, ModelError, in_short
 from cbatch.runtime.kv_cache import FP8, as_bytes
 from cbatch.runtime.memory import clear_frames
-from cbatch.runtime.transfer import synchronize, use_device
+from cbatch.runtime.transfer import computing_on, synchronize
 
 R = TypeVar("R")
 
@@ -117,7 +117,7 @@ def run_check(
 
 
 def _as_step(device: torch.device, function: Callable[[], R]) -> R:
-    with use_device(device), torch.inference_mode():
+    with computing_on(device), torch.inference_mode():
         return function()
 
 

@@ -28,7 +28,7 @@ from cbatch.engine.kernel_checks.made_up_steps import (
 )
 from cbatch.model.base import Model
 from cbatch.runtime.batch import RaggedBatch
-from cbatch.runtime.transfer import to_device, use_device
+from cbatch.runtime.transfer import computing_on, to_device
 from cbatch.sample.sampler import Sampler, pack_sampling_params
 
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.25}
@@ -73,7 +73,7 @@ class ExpectedSteps:
         """
         attention, steps = NotingAttention(kv_dtype), steps_of(plain)
         try:
-            with use_device(plain.device), torch.inference_mode():
+            with computing_on(plain.device), torch.inference_mode():
                 logits = StepRunner(plain, attention, block_size, steps).run()
         except Exception as error:  # whatever a device or a library raises
             raise ModelError(
