@@ -91,8 +91,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--tiny", action="store_true", help="use small sizes, to try the script")
     add("--requests", type=int, default=512, help="requests of a whole run (%(default)s)")
     add("--peer-requests", type=int, default=128, help="requests of runs beside transformers (%(default)s)")
-    add("--max-seqs", type=int, default=512, help="most requests that run at once (%(default)s)")
-    add("--max-batch-tokens", type=int, default=4096, help="token budget of a step (%(default)s)")
+    add("--max-seqs", type=int, help="most requests that run at once (as an engine has it by default)")
+    add("--max-batch-tokens", type=int, help="token budget of a step (as an engine has it by default)")
     for old_name, name in (("--seats", "max_seqs"), ("--budget", "max_batch_tokens")):
         add(old_name, type=int, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add("--only", default="", help="parts to run: the beginnings of their names, with commas; `tests` if it is named")
@@ -246,11 +246,13 @@ def quantization(options: argparse.Namespace) -> Any:
 
 
 def setup_of(name: str, config: Any, device: Any, options: argparse.Namespace) -> Any:
+    from cbatch.engine.kv_cache_sizing import default_step_size
     from scripts.benchmarks.models import load_random
     from scripts.gpu.runs import Setup
 
     loaded = load_random(name, config, device, quantize=quantization(options))
-    return Setup(name, loaded, options.max_seqs, options.max_batch_tokens, options.rates)
+    seqs, tokens = default_step_size(device, loaded.fast_model.weight_bytes if loaded.fast_model is not None else 0)
+    return Setup(name, loaded, options.max_seqs or seqs, options.max_batch_tokens or tokens, options.rates)
 
 
 def yardstick_lines(config: Any, device: Any, options: argparse.Namespace) -> Iterator[Any]:

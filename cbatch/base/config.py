@@ -109,12 +109,15 @@ class EngineConfig:
         choices=REPLY_FORMATS,
     )
     max_seqs: int | None = _engine(
-        None, "Most requests that run at once.", more="Default: 256 on a GPU, 32 on a CPU.", low=1
+        None,
+        "Most requests that run at once.",
+        more="Default: 256 on a GPU, 512 on one of 40 GB that the weights take at most half of; 32 on a CPU.",
+        low=1,
     )
     max_batch_tokens: int | None = _engine(
         None,
         "Most tokens computed in one step; longer prompts are split.",
-        more="Default: 2,048 on a GPU, 512 on a CPU.",
+        more="Default: 2,048 on a GPU, 8,192 where --max-seqs is 512 by default; 512 on a CPU.",
         low=1,
     )
     threads: int | None = _engine(

@@ -25,6 +25,7 @@ from cbatch.engine.cuda_graphs import GRAPH_BYTES, WORKSPACE_BYTES, GraphSizes, 
 from cbatch.engine.model_runner import Execution, ModelRunner, stored_states
 from cbatch.model.base import Model
 from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.device import is_accelerator, is_cuda
 from cbatch.runtime.memory import DeviceMemory, device_memory, is_out_of_memory, kernel_too_large
 from cbatch.runtime.transfer import computing_on
 from cbatch.sample.output import PendingSample
@@ -55,6 +56,18 @@ _ALL_FEATURES = SamplingParams(
 
 _ANY_TOKEN: Any = SimpleNamespace(is_finished=False, needs_mask=True, alternative=None)
 """The state of a constraint that allows every token."""
+
+
+_LARGE_GPU_BYTES = 40e9
+"""A GPU with so much memory has 512 sequences and 8,192 tokens a step, if the weights take at most half of it."""
+
+
+def default_step_size(device: torch.device, weight_bytes: int) -> tuple[int, int]:
+    """The most sequences and tokens of a step where a config says nothing."""
+    if not is_accelerator(device):
+        return 32, 512
+    memory = torch.cuda.get_device_properties(device).total_memory if is_cuda(device) else 0
+    return (512, 8192) if memory >= max(_LARGE_GPU_BYTES, 2 * weight_bytes) else (256, 2048)
 
 
 class CacheSize(NamedTuple):

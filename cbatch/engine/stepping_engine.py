@@ -19,7 +19,7 @@ from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request, RequestDefaults, ToolChoice
 from cbatch.base.units import format_bytes, format_count
 from cbatch.engine.fallback import choose_execution, configured_execution
-from cbatch.engine.kv_cache_sizing import make_runner
+from cbatch.engine.kv_cache_sizing import default_step_size, make_runner
 from cbatch.engine.loop import StepLoop
 from cbatch.engine.model_runner import ModelRunner
 from cbatch.engine.stats import EngineStats
@@ -86,7 +86,7 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         model, self.device = execution.model, model.device
         self._adapters = {adapter.name: adapter.fingerprint() for adapter in adapters}
         self._adapter_parameters = sum(adapter.num_parameters for adapter in adapters)
-        seqs, tokens = (256, 2048) if is_accelerator(self.device) else (32, 512)
+        seqs, tokens = default_step_size(self.device, model.weight_bytes)
         limits = StepLimits(config.max_seqs or seqs, config.max_batch_tokens or tokens, execution.graphs)
         runner = make_runner(config, execution, limits)
         self._fallback = " ".join(filter(None, (execution.fallback, runner.graph_problem)))

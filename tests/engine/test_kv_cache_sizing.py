@@ -33,6 +33,7 @@ from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.memory import DeviceMemory
 from cbatch.sample.sampler import Sampler
 from cbatch.schedule.limits import StepLimits
+from tests.support.fake_cuda import CUDA, FakeCuda
 from tests.support.generation import generate
 from tests.support.tiny_models import VOCABULARY, loaded, make_engine, make_network, make_prompts, no_collector
 
@@ -306,3 +307,14 @@ def test_no_step_is_profiled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the time to the first token there."""
     monkeypatch.setattr(sizing, "MemoryProfiler", None)
     assert make_engine(make_network("llama"), kv_blocks=None).scheduler.pool.num_blocks == 8 * 40
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "weights_gib", "expected"),
+    [(24, 1, (256, 2048)), (48, 1, (512, 8192)), (80, 39, (512, 8192)), (80, 65, (256, 2048))],
+)
+def test_large_gpus_have_large_steps(memory_gib: int, weights_gib: int, expected: tuple[int, int]) -> None:
+    """Guards the defaults of a large GPU, and against steps that do not fit beside weights that fill it."""
+    with FakeCuda(memory_bytes=memory_gib * 2**30):
+        assert sizing.default_step_size(CUDA, weights_gib * 2**30) == expected
+    assert sizing.default_step_size(torch.device("cpu"), weights_gib * 2**30) == (32, 512)
