@@ -100,7 +100,7 @@ class TritonAttention:
         parts = Partials.empty(metadata, out, arguments["window"] or None)
         attend_decode(query, keys, values, out, parts, metadata, arguments, self._grid, self.decode)
         attend_prefill(query, keys, values, out, parts, metadata, arguments, self.prefill, self.limits)
-        combine(out, parts, metadata, arguments)
+        combine(out, parts, metadata, arguments, self.limits)
         return out
 
 

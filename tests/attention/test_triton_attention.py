@@ -380,6 +380,14 @@ def test_buffers_refuse_what_they_cannot_hold() -> None:
     assert not buffers.holds(replace(batch, rows=np.zeros(4, np.int64))), "rows with an output"
 
 
+def test_a_graph_has_room_for_turns_of_many_chats() -> None:
+    """Guards 16 second turns of 64 tokens behind 8,192, beside 64 sequences that decode, against single launches."""
+    counts, before = np.repeat([64, 1], [16, 64]), np.repeat([8192, 8200], [16, 64])
+    rows, stops = np.arange(counts.sum()), before + counts
+    batch = RaggedBatch(rows, rows, rows, counts.cumsum() - 1, np.zeros((80, 520), np.int32), before, stops, DEVICE)
+    assert TritonAttention(DEVICE).graph_buffers(1152, 512, 1024, 16, decode_only=False).holds(batch)
+
+
 def test_rows_may_be_parts_of_wider_ones() -> None:
     """Guards strides: queries, keys and values are often columns of one matrix."""
     sequences = Sequences(CASES["odd sizes"], [40])

@@ -42,8 +42,8 @@ NARROW = 16
 """Tokens of the longest chunk that the decode kernel takes in any layer."""
 SHORT = 128
 """Tokens of the longest chunk that is split."""
-SPARE_TOKENS, SPARE_PIECES = 2048, 64
-"""Room in the buffers of a mixed step for what splits add: 128 tokens in 16 splits, or 20 in 32, and so on."""
+SPARE_TOKENS, SPARE_PIECES = 4096, 64
+"""Room in the buffers of a mixed step for what splits add: 16 turns of chats, 64 tokens in 5 splits each, and so on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,8 @@ class AttentionMetadata:
                many tokens the step has of it, index of its first block in `block_ids`, tokens of a split, and index of
                its first partial result: that of split s and token t is s * tokens + t later
     block_ids  [P] int32
-    merges     [capacity, 2] int32: sequence and token, for each token of a sequence with several splits; -1: none
+    merges     [capacity, 2] int32: sequence and token, for each token of a sequence with several splits
+    num_merges [1] int32: how many of them there are
     partials   how many partial results there may be; 0 if no sequence has more than one split
     """
 
@@ -104,6 +105,7 @@ class AttentionMetadata:
     sequences: Tensor
     block_ids: Tensor
     merges: Tensor
+    num_merges: Tensor
     partials: int
     decode: DecodeMetadata | None
     prefill: PrefillMetadata | None
@@ -242,20 +244,20 @@ class StepBuffers:
         self._max_pieces = 0 if decode_only else min(sequences, tokens // 2) + spare_pieces
         self._max_pieces = sequences if whole else self._max_pieces
         self._max_piece_tokens = tokens + spare_tokens
-        self._max_merges = 0 if whole else min(tokens, sequences + SHORT)
         self._max_partials = 0 if self._levels == 1 else items + spare_tokens
         # The block ids come last, so that a copy ends with those that are used.
-        shapes: list[tuple[int, ...]] = [(tokens,), (sequences, 6), (items, 2), (self._levels,), (self._max_merges, 2)]
-        shapes += [(self._max_pieces, 3), (1,), (block_ids,)]
+        shapes: list[tuple[int, ...]] = [(tokens,), (sequences, 6), (items, 2), (self._levels,)]
+        shapes += [(0 if whole else tokens, 2), (1,), (self._max_pieces, 3), (1,), (block_ids,)]
         self._room: list[Ints] = [np.empty(size, np.int64) for size in (tokens, tokens, *[sequences] * 3)]
         self._room += [np.empty(shape, np.int32) for shape in shapes]
         self._packed = torch.zeros(packed_size(self._room), dtype=torch.uint8, device=device)
         self.input_ids, self.position_ids, self.logit_rows, *rest = unpack(self._packed, self._room)
-        self._unknown_places, self._unknown_rows, slots, records, listed, totals, merges, pieces, count, ids = rest
+        self._unknown_places, self._unknown_rows, slots, records, listed, totals, merges, merged, *rest = rest
+        pieces, count, ids = rest
         decode = None if whole else DecodeMetadata(listed, totals, split, 1 if decode_only else NARROW)
         has_pieces = whole or not decode_only
         prefill = PrefillMetadata(pieces, count, self._max_piece_tokens, whole) if has_pieces else None
-        self.metadata = AttentionMetadata(slots, records, ids, merges, self._max_partials, decode, prefill)
+        self.metadata = AttentionMetadata(slots, records, ids, merges, merged, self._max_partials, decode, prefill)
         none = np.zeros(0, np.int64)
         self.fill(RaggedBatch(none, none, none, none, np.zeros((0, 1), np.int32), [], [], device))
 
@@ -276,12 +278,11 @@ class StepBuffers:
     def _holds_splits(self, batch: RaggedBatch) -> bool:
         counts, lengths = batch.counts, batch.lengths
         splits = count_splits(counts, lengths, self.split)[1]
-        is_chunk, is_split, tokens = counts > 1, splits > 1, splits * counts
+        is_chunk, tokens = counts > 1, splits * counts
         return bool(
             splits @ is_chunk <= self._max_pieces
             and tokens @ is_chunk <= self._max_piece_tokens
-            and counts @ is_split <= self._max_merges
-            and tokens @ is_split <= self._max_partials
+            and tokens @ (splits > 1) <= self._max_partials
         )
 
     def fill(self, batch: RaggedBatch) -> None:
@@ -309,7 +310,7 @@ class StepBuffers:
             padded(batch.rows, self.max_sequences), none if unknown is None else unknown.places,
             none if unknown is None else unknown.rows, padded(batch.slots, self.tokens, -1), work.sequences,
             work.items, padded(work.totals, self._levels, work.totals[-1]),
-            padded(work.merges, self._max_merges, -1), work.pieces, np.array([len(work.pieces)]), block_ids,
+            work.merges, np.array([len(work.merges)]), work.pieces, np.array([len(work.pieces)]), block_ids,
         ]  # fmt: skip
         filled = pack(arrays, self._room, pin=pins_memory(self._packed.device))
         self._packed[: len(filled)].copy_(filled, non_blocking=True)
@@ -328,10 +329,11 @@ def build_metadata(
     lengths = np.array(stops, np.int64)
     counts = np.where(lengths == 0, 1, lengths - np.array(starts, np.int64))
     work = list_work(counts, lengths, np.arange(len(lengths)) * tables.shape[1], split, whole=whole)
-    arrays = [work.sequences, work.items, work.totals, work.merges, work.pieces, np.array([len(work.pieces)])]
+    arrays = [work.sequences, work.items, work.totals, work.merges, np.array([len(work.merges)]), work.pieces]
+    arrays.append(np.array([len(work.pieces)]))
     there = to_device([array.astype(np.int32) for array in arrays], tables.device)
-    sequences, items, totals, merges, pieces, count = there
+    sequences, items, totals, merges, merged, pieces, count = there
     decode = DecodeMetadata(items, totals, split, int(counts[counts <= NARROW].max())) if len(items) else None
     prefill = PrefillMetadata(pieces, count, work.piece_tokens, whole) if len(pieces) else None
     block_ids = tables.contiguous().view(-1)
-    return AttentionMetadata(slots, sequences, block_ids, merges, work.partials, decode, prefill)
+    return AttentionMetadata(slots, sequences, block_ids, merges, merged, work.partials, decode, prefill)
