@@ -225,9 +225,12 @@ def routed(scores: Tensor, router: Any) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("name", ROUTERS)
 @pytest.mark.parametrize("ops", [TRITON, TORCH], ids=["triton", "torch"])
 def test_routing(ops: BoundKernels, name: str) -> None:
-    """Guards which experts are chosen, their weights, and that pairs are sorted by expert."""
+    """Guards which experts are chosen, their weights, that pairs are sorted by expert, and addresses: kernels would be
+    compiled once more for those that are no multiples of 16, while requests wait.
+    """
     scores, one = draw(9, 12, seed=3), ROUTERS[name]
     routing = ops.route(scores, one)
+    assert not any(tensor.data_ptr() % 16 for tensor in routing)
     experts, weights = routed(scores, one)
     torch.testing.assert_close(routing.weights.double(), weights, rtol=1e-5, atol=1e-6)
     assert torch.equal(routing.counts.cpu().long(), experts.flatten().bincount(minlength=12).cpu())

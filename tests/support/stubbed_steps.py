@@ -63,6 +63,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 24,
         "linear_conv_kernel_dim": 4,
     },
+    "qwen3 moe, 6 of 16 experts": TINY
+    | {"model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 6, "moe_intermediate_size": 32},
     "qwen3, odd sizes": TINY
     | {"model_type": "qwen3", "num_attention_heads": 6, "head_dim": 10, "intermediate_size": 70, "vocab_size": 333},
 }

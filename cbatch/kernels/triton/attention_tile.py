@@ -243,7 +243,7 @@ def _store_heads(cache, new, step, there, head, HEADS, DIM, TILE):
 CHUNK = 16
 """Partial results that are merged at once."""
 
-_MERGING_PROGRAMS = 16
+_MERGING_PROGRAMS = 8
 """On each multiprocessor, so that a captured launch may have room for many more merges than a step has."""
 
 

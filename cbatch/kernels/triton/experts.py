@@ -126,7 +126,10 @@ def route(scores: Tensor, router: Any, given: tuple[Tensor | None, Tensor | None
     (tokens, experts), (choice_bias, expert_scales) = scores.shape, given
     top_k, device = router.top_k, scores.device
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=device)
-    chosen, ranks, places, order = torch.empty(4, tokens, top_k, dtype=torch.int32, device=device)
+    pairs, block = tokens * top_k, 32
+    # Each begins at a multiple of 16 bytes: a kernel is compiled once more for others.
+    whole = torch.empty(4, -(-pairs // 4) * 4, dtype=torch.int32, device=device)
+    chosen, ranks, places, order = whole[:, :pairs]
     counts = torch.zeros(experts, dtype=torch.int32, device=device)
     tile = power_of_2(experts)
     _route_kernel[(tokens,)](
@@ -136,11 +139,10 @@ def route(scores: Tensor, router: Any, given: tuple[Tensor | None, Tensor | None
         router.group_score == "two_highest", router.normalize, router.epsilon, router.least_sum, router.factor,
         choice_bias is not None, expert_scales is not None, router.tolerance, num_warps=1, **LAUNCH,
     )  # fmt: skip
-    pairs, block = tokens * top_k, 32
     _place_kernel[(-(-pairs // block),)](
         chosen, ranks, counts, places, order, pairs, experts, tile, block, **launch_options(block * tile // 16)
     )
-    return Routing(weights, places, order.flatten(), counts)
+    return Routing(weights, places.view(tokens, top_k), order, counts)
 
 
 @triton.jit
