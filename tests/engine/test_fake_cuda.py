@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +25,10 @@ from cbatch.model.loader import LoadedModel
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.transfer import HostCopy
 from tests.engine.test_overlap import add_all
+from tests.support.adapters import draw_adapter, save_adapter
 from tests.support.device import HAS_GPU
 from tests.support.fake_cuda import CUDA, DeviceFault, DeviceMix, FakeCuda, HiddenWait
+from tests.support.programs import saved_model
 from tests.support.samples import sampled
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
@@ -72,6 +75,25 @@ def test_no_step_waits_for_the_device(config: dict[str, Any], device: FakeCuda) 
     assert engine.attention == "triton" and engine.stats().num_steps > 20
     assert {"_decode_kernel", "_prefill_kernel", "_scan_kernel", "_norm_kernel"} <= device.launches.keys()
     assert (engine.stats().num_preemptions > 0) == ("kv_blocks" in config)
+
+
+def test_adapters_do_not_wait_for_the_device(device: FakeCuda, tmp_path: Path) -> None:
+    """Guards steps with several adapters, which each waited for a copy of the rows of an adapter."""
+    saved = saved_model("llama")
+    folders = {
+        name: str(save_adapter(tmp_path / name, draw_adapter(saved.network, seed=seed)))
+        for seed, name in enumerate(("one", "other"))
+    }
+    model = CudaModel(saved.config, saved.tensors, torch.float16, CUDA)
+    loaded = LoadedModel("llama", lambda: None, None, SamplingParams(), frozenset(), fast_model=model)
+    engine = SteppingEngine(EngineConfig(device="cuda", max_seqs=8, kv_blocks=60, lora=folders), loaded)
+    asked: list[dict[str, Any]] = [{}, {"lora": "one"}, {"lora": "other"}]
+    with device.no_waits():
+        for number in range(6):
+            engine.add([1 + number] * 20, SamplingParams(max_tokens=8, ignore_eos=True, **asked[number % 3]))
+        while engine.has_work:
+            engine.step()
+    assert engine.attention == "triton" and engine.stats().num_steps >= 8
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

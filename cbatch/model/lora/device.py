@@ -18,6 +18,7 @@ from cbatch.base.errors import ModelError
 from cbatch.model.base import AddAdapters
 from cbatch.model.lora.sites import Sites
 from cbatch.model.lora_files import Adapter, LowRank
+from cbatch.runtime.transfer import to_device
 
 ROWS_AT_ONCE = 512
 """Rows whose products are in memory beside the step's own, which the size of the KV cache has room for."""
@@ -57,10 +58,9 @@ class DeviceAdapters:
 
     def step(self, adapters: NDArray[np.int64]) -> AddAdapters:
         """adapters: [T] number of each token's adapter from 1 on, or 0"""
-        rows = [
-            (int(one) - 1, torch.from_numpy(np.flatnonzero(adapters == one)).to(self._device))
-            for one in np.unique(adapters[adapters > 0])
-        ]
+        numbers = np.unique(adapters[adapters > 0])
+        places = to_device([np.flatnonzero(adapters == number) for number in numbers], self._device)
+        rows = list(zip(map(int, numbers - 1), places, strict=True))
 
         def add(linear: Any, source: Tensor, out: Tensor) -> None:
             for columns, added in self._parts.get(linear, ()):
