@@ -190,7 +190,7 @@ class CpuModel(ProgramModel):
     def _step(
         self, batch: RaggedBatch, kv_cache: KVCache, outputs: kernels.StepOutputs, plan: AttentionPlan
     ) -> tuple[kernels.Step, np.dtype[Any]]:
-        """What the instructions share, and the type of recurrent states."""
+        """Arrays and numbers that the instructions share, and the type of recurrent states."""
         ids = batch.ids
         for replaced, instead in self.program.replaced_ids.items():
             ids = np.where(ids == replaced, instead, ids)

@@ -108,7 +108,7 @@ def _cores_elsewhere(num_cpus: int) -> Iterator[Core]:
 
 
 def number_of_macos(name: str) -> int:
-    """What macOS says about the machine under a name; 0 if it says nothing."""
+    """A number that macOS knows of the machine by a name; 0 if it knows none."""
     found, size = ctypes.c_int(0), ctypes.c_size_t(4)
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).sysctlbyname(name.encode(), ctypes.byref(found), ctypes.byref(size), None, ctypes.c_size_t(0))

@@ -33,15 +33,12 @@ def computing_on(device: torch.device) -> Iterator[None]:
 
     torch has these settings for the whole process. A program's own products find its own ones afterwards.
     """
-    if not is_cuda(device):
-        yield
-        return
     settings = torch.backends.cuda.matmul
-    changed = [name for name in _ROUNDED_SUMS if getattr(settings, name)]
+    changed = [name for name in _ROUNDED_SUMS if is_cuda(device) and getattr(settings, name)]
     for name in changed:
         setattr(settings, name, False)
     try:
-        with torch.cuda.device(device):
+        with use_device(device):
             yield
     finally:
         for name in changed:

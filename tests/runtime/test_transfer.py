@@ -1,4 +1,4 @@
-"""What torch is set to while it computes on a GPU."""
+"""Settings of torch while it computes on a GPU."""
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ from cbatch.kernels.cpu.emit import (
     INT32,
     INT64,
     LIKE,
+    LINE,
     PARTS,
     WORDS,
     Place,
@@ -118,7 +119,7 @@ def prefetch_ahead(step_bytes: int, steps: int, number: int, passes: int) -> Ahe
     step_bytes, steps: of a tile
     """
     if passes == 1:
-        return Ahead(_AHEAD, step_bytes, 4 * LANES)
+        return Ahead(_AHEAD, step_bytes, LINE)
     stride = step_bytes // min(passes, _FETCHING_PASSES)
     if number >= _FETCHING_PASSES:  # all of it has been
         return Ahead(0, stride, 0)
