@@ -87,6 +87,16 @@ class Integers(NamedTuple):
         numbers, scales, zeros = zip(self, *others, strict=True)
         return Integers(function(*numbers), function(*scales), None if self.zeros is None else function(*zeros))
 
+    def within(self, first: int, stop: int) -> Integers:
+        """Columns first .. stop-1, which are whole groups of a depth of whole groups."""
+        depth = self.numbers.shape[1]
+
+        def cut(part: Tensor) -> Tensor:
+            group = depth // part.shape[1]
+            return part[:, first // group : stop // group]
+
+        return self.map(cut)
+
     def values(self, format: int, group: int = 0) -> Tensor:
         """The numbers [rows, depth] float32 that they stand for.
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from cbatch.attention.base import AttentionBackend
 from cbatch.base.quantization import STORED, Quantization
+from cbatch.kernels.formats import ON_GPU
 from cbatch.kernels.operands import Addend, Recurrence
 from cbatch.model.base import DeviceInputs, HiddenStates
 from cbatch.model.config import UnsupportedConfig
@@ -29,12 +31,15 @@ from cbatch.model.ops.device_kernel import DeviceOps, by_triton
 from cbatch.model.ops.device_plan import DevicePlan
 from cbatch.model.ops.products import finish_logits, logits
 from cbatch.model.ops.residual import select_and_norm
+from cbatch.model.ops.shards import WHOLE, Part, shard_of
 from cbatch.model.program_model import ProgramModel
-from cbatch.model.stored import StoredWeights
+from cbatch.model.stored import StoredWeights, packing_of
+from cbatch.model.weight import Matrix
 from cbatch.runtime.batch import Logits, RaggedBatch
 from cbatch.runtime.device import gpu_name, has_bfloat16
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.memory import check_room
+from cbatch.runtime.process_group import ProcessGroup
 from cbatch.runtime.transfer import to_device
 
 
@@ -56,6 +61,7 @@ class CudaModel(ProgramModel):
         ops: DeviceOps | None = None,
         *,
         quantize: Quantization | None = None,
+        part: Part = WHOLE,
     ) -> None:
         """Raises UnsupportedConfig if another path has to serve the model, and ImportError without Triton.
 
@@ -63,6 +69,7 @@ class CudaModel(ProgramModel):
         ops:     what computes between the matrix products, and those with quantized weights; None: Triton's kernels
         quantize: round matrices to integers; None: those that are integers in the files stay what they are. If its
                   activations are fp8, they are rounded for the FP8 matrices of the files, as `float8` says
+        part:     the place of this process among several, each of which has its part of the weights
         """
         if dtype == torch.bfloat16 and not has_bfloat16(device):
             raise UnsupportedConfig(f"{gpu_name(device)} does not compute in bfloat16")
@@ -76,9 +83,15 @@ class CudaModel(ProgramModel):
         self.ops = ops or by_triton(device)
         tensors = self.accept(tensors)
         least_bits = 2 if isinstance(tensors, StoredWeights) else 4 if quantize is not None else 8 * dtype.itemsize
-        check_room("The weights", self.num_parameters * least_bits // 8, device)
+        check_room("The weights", self.num_parameters * least_bits // 8 // part.size, device)
         if isinstance(tensors, StoredWeights):
             quantize = quantize or Quantization(STORED)
+        self._head_widths = [self.program.head.columns]
+        if part.size > 1:
+            self._head_widths = part.widths_of(self.program.head.columns)
+            self.use(shard_of(self.program, part, partial(_group_of, quantize, tensors)))
+        self.part = part
+        self._group: ProcessGroup | None = None
         asks = quantize is not None and quantize.activations == "fp8"
         self.float8 = Float8Use(float8_problem(device, dtype)) if asks else Float8Use()
         tied = self.program.head if self.program.head.parts == (self.program.embedding,) else None
@@ -96,6 +109,15 @@ class CudaModel(ProgramModel):
         """The same model with the same weights, and other operations."""
         model = copy(self)
         model.ops = ops
+        return model
+
+    def in_group(self, group: ProcessGroup) -> CudaModel:
+        """The same model that computes every step together with other processes, which have the other parts.
+
+        Without them, steps take the same time and memory, and give other numbers.
+        """
+        model = copy(self)
+        model._group = group
         return model
 
     def with_adapters(self, adapters: Sequence[Adapter]) -> CudaModel:
@@ -153,7 +175,9 @@ class CudaModel(ProgramModel):
             if keys.shape[1:] != (*block, layer.key_dim):
                 raise ValueError("The cache's blocks are not laid out as the model writes them.")
         hidden = self.new_hidden_states(len(inputs.input_ids)) if out is None else out
-        step = self._on_device.new_step(self.ops, inputs, metadata, kv_cache, attention, hidden)
+        if self._group is not None:  # the first process may know tokens by its device only
+            self._group.broadcast(inputs.input_ids)
+        step = self._on_device.new_step(self.ops, inputs, metadata, kv_cache, attention, hidden, self._group)
         for call in self._on_device.calls:
             call(step)
         return hidden
@@ -161,7 +185,14 @@ class CudaModel(ProgramModel):
     def run_head(self, hidden: HiddenStates, rows: Tensor, out: Tensor | None = None) -> Tensor:
         if len(rows) == 0:  # chunks of prompts only: a kernel cannot be launched for no rows
             return hidden.residual.new_empty(0, self.vocab_size)
-        return self.finished(logits(self.ops, self.head_input(hidden, rows), self.head.lm_head, out))
+        chosen = self.head_input(hidden, rows)
+        if self.part.size == 1:
+            return self.finished(logits(self.ops, chosen, self.head.lm_head, out))
+        found = self.finished(logits(self.ops, chosen, self.head.lm_head))
+        out = found.new_zeros(len(rows), self.vocab_size) if out is None else out
+        if self._group is not None:
+            self._group.gather_columns(found, self._head_widths, out)
+        return out
 
     def head_input(self, hidden: HiddenStates, rows: Tensor) -> Tensor:
         """The rows that are multiplied with the matrix of the head, [R, hidden size]."""
@@ -176,6 +207,13 @@ class CudaModel(ProgramModel):
         if self.head.bias is not None or self.head.softcap:
             finish_logits(self.ops, products, self.head.bias, self.head.softcap)
         return products
+
+
+def _group_of(quantize: Quantization | None, tensors: Mapping[str, Tensor], matrices: Sequence[Matrix]) -> int:
+    """How many numbers of the depth of matrices share a scale; 1 if they stay numbers."""
+    keeps = quantize is not None and quantize.keeps_stored
+    packing = packing_of(matrices, quantize, cast(StoredWeights, tensors) if keeps else None, ON_GPU)
+    return 1 if packing is None else packing.group
 
 
 def _recurrence_of(batch: RaggedBatch) -> Recurrence:

@@ -121,16 +121,21 @@ class ProgramModel:
     def __init__(self, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
         """Raises UnsupportedConfig if there is no program for such a config."""
         self.config = text_config(config)
-        self.program = program = read_program(config)
+        program = read_program(config)
         for note in program.notes:
             _log.warning("%s", note)
         self.name, self.kind = program.name, program.kind
         self.dtype, self.device = dtype, device
         self.vocab_size, self.max_model_len = program.vocab_size, program.max_model_len
         self.short_context = program.short_context
-        self.layers, self.states = list(program.caches), list(program.states)
         self.windows: list[int | None] = list(program.windows)
-        self.layer_devices, self.state_devices = [device] * len(self.layers), [device] * len(self.states)
+        self.layer_devices, self.state_devices = [device] * len(program.caches), [device] * len(program.states)
+        self.use(program)
+
+    def use(self, program: Program) -> None:
+        """Makes a program, or the part of it that one of several processes computes, that of the model."""
+        self.program = program
+        self.layers, self.states = list(program.caches), list(program.states)
 
     def accept(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The tensors of the files by the program's names. Raises UnsupportedConfig unless they are its weights."""

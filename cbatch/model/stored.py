@@ -111,6 +111,7 @@ class StoredWeights(Mapping[str, Tensor]):
         if not self._has_rows(weight):
             return weight.read(self[weight.name])[first:stop]
         numbers = self.matrices[weight.name].values(self._chosen(weight, first, stop))
+        numbers = numbers if weight.depth is None else numbers[:, slice(*weight.depth)]
         return numbers if (weight.factor, weight.offset) == (1, 0) else weight.factor * numbers.float() + weight.offset
 
     def packing(self, weights: Iterable[Weight], held: Collection[int]) -> Packing | None:
@@ -127,7 +128,10 @@ class StoredWeights(Mapping[str, Tensor]):
 
         spans: weights with the first of their rows, and the one after the last; all follow each other
         """
-        parts = [self.matrices[one.name].integers(self._chosen(one, *rows), format) for one, *rows in spans]
+        parts = []
+        for one, *rows in spans:
+            integers = self.matrices[one.name].integers(self._chosen(one, *rows), format)
+            parts.append(integers if one.depth is None else integers.within(*one.depth))
         return Integers.concatenated(parts)
 
     def finish(self, name: str, where: str, model: Model, quantize: Quantization | None) -> None:

@@ -23,6 +23,7 @@ class Weight:
     transpose: it is stored as [depth, columns]
     is_flat:   its numbers become one row
     rows:      which of its rows are taken, in their order: int64
+    depth:     which numbers of a row are taken: the first, and the one after the last; None: all
     function:  applied to each number
     factor, offset: each number becomes factor * number + offset, in float32
     """
@@ -33,6 +34,7 @@ class Weight:
     transpose: bool = False
     is_flat: bool = False
     rows: Tensor | None = None
+    depth: tuple[int, int] | None = None
     function: Literal["softplus"] | None = None
     factor: float = 1.0
     offset: float = 0.0
@@ -43,7 +45,8 @@ class Weight:
         shape = self.shape if self.index is None else self.shape[1:]
         shape = shape[::-1] if self.transpose else shape
         shape = (math.prod(shape),) if self.is_flat else shape
-        return shape if self.rows is None else (len(self.rows), *shape[1:])
+        shape = shape if self.rows is None else (len(self.rows), *shape[1:])
+        return shape if self.depth is None else (shape[0], self.depth[1] - self.depth[0])
 
     def read(self, tensor: Tensor) -> Tensor:
         """The weight, given the tensor of the files; the same memory if nothing has to be done."""
@@ -51,6 +54,7 @@ class Weight:
         tensor = tensor.T if self.transpose else tensor
         tensor = tensor.flatten() if self.is_flat else tensor
         tensor = tensor if self.rows is None else tensor[self.rows]
+        tensor = tensor if self.depth is None else tensor[:, slice(*self.depth)]
         if self.function == "softplus":
             tensor = torch.nn.functional.softplus(tensor.float())
         return tensor if (self.factor, self.offset) == (1, 0) else self.factor * tensor.float() + self.offset

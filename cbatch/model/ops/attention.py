@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -27,8 +27,10 @@ from cbatch.model.device_weights import DeviceWeights
 from cbatch.model.ops.cpu_layout import CpuLayout
 from cbatch.model.ops.device_kernel import device_kernel
 from cbatch.model.ops.device_plan import DevicePlan, Run, Step
+from cbatch.model.ops.normalize import NormAcross
 from cbatch.model.ops.operation import Operation, numbers_a, operation, reads, writes
 from cbatch.model.ops.residual import normalize, normed
+from cbatch.model.ops.shards import Heads, Made, Shards, columns_of, norm_for, taken
 from cbatch.model.weight import Norm, Weight
 from cbatch.runtime.kv_cache import LayerShape, as_bytes, as_stored
 
@@ -68,6 +70,41 @@ class PrepareHeads(Operation):
     rotary: int | None = numbers_a("rotary", default=None)
     norms: HeadNorms = HeadNorms()
     clip: float = 0.0
+
+    def on_shard(self, shards: Shards) -> Made:
+        query, source = shards.written(self.query), shards.read(self.source)
+        query.take()
+        heads = shards.heads.get(self.cache)
+        if heads is None:
+            source.need_all()
+            return lambda: (self,)
+        parts = self._parts_of(heads)
+        columns = torch.cat([start + part for start, part in parts])
+        source.need(lambda: columns)
+        given = (self.norms.query, self.norms.key, self.norms.value)
+        own = [norm_for(norm, part) for norm, (_, part) in zip(given, parts, strict=True)]
+        norms, across = HeadNorms(own[0], own[1], own[2], last=self.norms.last), list[Operation]()
+        if self.norms.by_row:
+            norms, copies = HeadNorms(), max(shards.part.size // self.shape.heads, 1)
+            sizes = ((0, self.heads, 1), (len(parts[0][1]), self.shape.heads, copies))
+            for norm, (_, part), (start, number, held) in zip(own, parts, sizes, strict=False):
+                if norm is not None:
+                    width = number * self.shape.key_dim
+                    across.append(NormAcross(self.source, norm, start, part, width, copies=held))
+
+        def made() -> tuple[Operation, ...]:
+            source.start_of(columns)
+            shape = shards.caches[self.cache]
+            return *across, replace(self, heads=len(heads.queries), shape=shape, norms=norms)
+
+        return made
+
+    def _parts_of(self, heads: Heads) -> list[tuple[int, Tensor]]:
+        """Where queries, keys and values begin in the source, and the columns of heads among those of each."""
+        shape, stored = self.shape, heads.keys if self.stores else range(0)
+        starts = accumulate([self.heads * shape.key_dim, shape.heads * shape.key_dim], initial=0)
+        widths = (heads.queries, shape.key_dim), (stored, shape.key_dim), (stored, shape.value_dim)
+        return [(start, columns_of(*one)) for start, one in zip(starts, widths, strict=True)]
 
     def on_cpu(self, layout: CpuLayout) -> None:
         norms, source = self.norms, layout.read(self.source)
@@ -266,6 +303,24 @@ class Attend(Operation):
     chunk: int = 0
     softcap: float = 0.0
     sinks: Weight | None = None
+
+    def target_width(self, width: Callable[[str], int]) -> int:
+        return self.heads * self.shape.value_dim
+
+    def on_shard(self, shards: Shards) -> Made:
+        target, query, shape = shards.written(self.target), shards.read(self.query), self.shape
+        heads = shards.heads_of(self.heads, shape.heads, shape.value_dim, target.grain)
+        heads = heads if target.may_be_shared else None
+        shards.keep_heads(self.cache, heads)
+        if heads is None:
+            target.take()
+            query.need_all()
+            return lambda: (self,)
+        target.take(columns_of(heads.queries, shape.value_dim))
+        query.need(lambda: columns_of(heads.queries, shape.key_dim))
+        sinks = None if self.sinks is None else taken((self.sinks,), columns_of(heads.queries, 1))[0]
+        shape = shards.caches[self.cache]
+        return lambda: (replace(self, heads=len(heads.queries), shape=shape, sinks=sinks),)
 
     def on_cpu(self, layout: CpuLayout) -> None:
         layout.add(attend, self, elements=self.heads * self.shape.value_dim)

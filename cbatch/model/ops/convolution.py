@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from cbatch.model.ops.device_kernel import device_kernel
 from cbatch.model.ops.device_plan import Step
 from cbatch.model.ops.operation import Operation, numbers_a, operation, reads, writes
 from cbatch.model.ops.recurrent import pieces
+from cbatch.model.ops.shards import Made, Shards, taken
 from cbatch.model.weight import Weight
 
 
@@ -55,6 +57,27 @@ class ShortConvolution(Operation):
 
     def target_width(self, width: Callable[[str], int]) -> int:
         return self.channels
+
+    def on_shard(self, shards: Shards) -> Made:
+        target, source = shards.written(self.target), shards.read(self.source)
+        own = target.take(shards.share_of(target))
+        if own is None:
+            source.need_all()
+            return lambda: (self,)
+        columns = [None if start is None else start + own for start in (self.start, self.input_gate, self.output_gate)]
+        source.need(lambda: torch.cat([one for one in columns if one is not None]))
+        shards.set_state(self.state, len(own), self.kernel - 1)
+
+        def made() -> tuple[Operation, ...]:
+            start, *gates = (None if one is None else source.start_of(one) for one in columns)
+            assert start is not None
+            weight, bias = (None if one is None else taken((one,), own)[0] for one in (self.weight, self.bias))
+            assert weight is not None
+            return (
+                replace(self, weight=weight, bias=bias, start=start, input_gate=gates[0], output_gate=gates[1]),
+            )  # fmt: skip
+
+        return made
 
     def on_cpu(self, layout: CpuLayout) -> None:
         channels, kernel, weight = self.channels, self.kernel, self.weight

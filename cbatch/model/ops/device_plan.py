@@ -24,6 +24,7 @@ from cbatch.model.ops.program import Program
 from cbatch.model.ops.residual import add_and_norm, embed_and_norm
 from cbatch.model.weight import RESIDUAL
 from cbatch.runtime.kv_cache import KVCache
+from cbatch.runtime.process_group import ProcessGroup
 
 _MOST_ADDENDS = 2
 
@@ -46,6 +47,7 @@ class Step:
                of a layer's time; and rounding it in every layer is much of what a model loses in bfloat16.
     positions: for each rotary setting, and last for none
     routing:   of the last router
+    group:     the processes that compute the step together; None for this one alone
     """
 
     ops: DeviceOps
@@ -58,6 +60,7 @@ class Step:
     positions: list[Positions]
     buffers: dict[Buffer, Tensor] = field(default_factory=dict)
     routing: Routing | None = None
+    group: ProcessGroup | None = None
 
     @property
     def recurrence(self) -> Recurrence:
@@ -69,6 +72,11 @@ class Step:
         """Adds to a linear's product what adapters add to it, for tokens that have one."""
         if self.inputs.adapters is not None:
             self.inputs.adapters(linear, self[source], out)
+
+    def all_reduce(self, part: Tensor) -> None:
+        """Sums what each process has in such a tensor, in place."""
+        if self.group is not None:
+            self.group.all_reduce(part)
 
     def __getitem__(self, buffer: Buffer) -> Tensor:
         """The memory of a buffer, which every layer uses again."""
@@ -154,8 +162,9 @@ class DevicePlan:
         kv_cache: KVCache,
         attention: AttentionBackend,
         hidden: HiddenStates,
+        group: ProcessGroup | None = None,
     ) -> Step:
-        """metadata: what `attention.prepare` returned for the step; hidden: memory for its result"""
+        """metadata: what `attention.prepare` returned for the step; hidden: memory for its result; group: see `Step`"""
         ids = inputs.input_ids
         for replaced, instead in self.program.replaced_ids.items():
             ids = torch.where(ids == replaced, instead, ids)
@@ -176,7 +185,7 @@ class DevicePlan:
                 scales = rotary.query_scales(inputs.position_ids)
             positions.append(Positions(cosines, sines, inputs.slot_mapping, scales))
         positions.append(Positions(None, None, inputs.slot_mapping))
-        return Step(ops, ids, inputs, metadata, kv_cache, attention, hidden, positions)
+        return Step(ops, ids, inputs, metadata, kv_cache, attention, hidden, positions, group=group)
 
     def read(self, name: str) -> Buffer:
         """The buffer of that name as it was written last."""

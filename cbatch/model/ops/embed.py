@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,22 +23,36 @@ from cbatch.model.ops.device_plan import Begin, Buffer, DevicePlan, Run, Step
 from cbatch.model.ops.operation import Operation, operation, writes
 from cbatch.model.ops.products import look_up
 from cbatch.model.ops.residual import embed_and_norm
+from cbatch.model.ops.shards import Made, Shards
 from cbatch.model.weight import RESIDUAL, Matrix, Weight
 
 
 @operation
 class Embed(Operation):
-    """target = scale * table[token ids] + positions[position + position_offset]."""
+    """target = scale * table[token ids] + positions[position + position_offset].
+
+    first_row: of the table, of which other processes have other rows; None: it is whole
+    """
 
     table: Weight
     scale: float = 1.0
     positions: Weight | None = None
     position_offset: int = 0
+    first_row: int | None = None
     target: str = writes(default=RESIDUAL)
 
     @property
     def keeps_sum(self) -> bool:
         return True
+
+    def target_width(self, width: Callable[[str], int]) -> int:
+        return self.table.size[1]
+
+    def on_shard(self, shards: Shards) -> Made:
+        shards.alike(self)
+        table = shards.embedding if shards.is_first(self.table) else shards.rows_of(self.table)
+        first = shards.part.range_of(self.table.size[0]).start
+        return lambda: (replace(self, table=table, first_row=first),)
 
     def on_cpu(self, layout: CpuLayout) -> None:
         width, matrix, is_first = self.table.size[1], None, self.table is layout.program.embedding
@@ -63,21 +79,34 @@ class Embed(Operation):
         return run
 
     def _looked_up(self, plan: DevicePlan) -> Begin:
-        """The embedding of a step and the rows that are taken of it; of a quantized one these become numbers first."""
+        """The embedding of a step and the rows that are taken of it.
+
+        Those of a quantized embedding become numbers first, and those of one that processes share are summed.
+        """
         weights = plan.weights
         table, given = weights.embedding(self.table), self.positions
         positions = None if given is None else weights.table(given)
-        if not isinstance(table, QuantizedMatrix):
+        first, count = self.first_row, self.table.size[0]
+        if first is None and isinstance(table, Tensor):
             embedding = Embedding(table, self.scale, positions, self.position_offset)
             return lambda step: (embedding, step.ids)
-        matrix, buffer = table, Buffer("(embedded)", table.depth, True)
+        buffer = Buffer("(embedded)", self.table.size[1], isinstance(table, QuantizedMatrix))
 
-        def unpack(step: Step) -> tuple[Embedding, Tensor]:
-            look_up(step.ops, matrix, step.ids, step[buffer])
-            rows = torch.arange(len(step.ids), device=step.ids.device)
-            return Embedding(step[buffer], self.scale, positions, self.position_offset), rows
+        def look_up_first(step: Step) -> tuple[Embedding, Tensor]:
+            ids, found = step.ids, step[buffer]
+            elsewhere = None if first is None else (ids < first) | (ids >= first + count)
+            if first is not None and elsewhere is not None:
+                ids = torch.where(elsewhere, 0, ids - first)
+            if isinstance(table, QuantizedMatrix):
+                look_up(step.ops, table, ids, found)
+            else:
+                torch.index_select(table, 0, ids, out=found)
+            if elsewhere is not None:
+                step.all_reduce(found.masked_fill_(elsewhere[:, None], 0))
+            rows = torch.arange(len(ids), device=ids.device)
+            return Embedding(found, self.scale, positions, self.position_offset), rows
 
-        return unpack
+        return look_up_first
 
 
 @instruction("width table positions position_offset", "factor", target=BUFFER, matrix=MATRIX)

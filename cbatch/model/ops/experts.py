@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -35,6 +36,7 @@ from cbatch.model.ops.device_plan import Buffer, Step
 from cbatch.model.ops.linear import ACTIVATED_PRODUCT, PRODUCT, activate, activated_width
 from cbatch.model.ops.operation import Operation, operation, reads, writes
 from cbatch.model.ops.products import linear
+from cbatch.model.ops.shards import Columns, Made, Shards
 from cbatch.model.weight import Activation, Matrix, Weight
 
 _SCORES = ("softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen", "sparse_mixer")
@@ -108,6 +110,7 @@ class Experts(Operation):
 
     top_k:       of that `Route`
     weigh_input: the weight multiplies the source, and not the result
+    is_summed:   each of several processes has a part of every expert, and results are summed over them
     """
 
     source: str = reads()
@@ -119,6 +122,7 @@ class Experts(Operation):
     add: bool = False
     factor: float = 1.0
     weigh_input: bool = False
+    is_summed: bool = False
     is_product = True
     assumed: ClassVar[str] = ALL_EXPERTS_READ
 
@@ -129,6 +133,17 @@ class Experts(Operation):
     @property
     def multiplied(self) -> int:
         return self.top_k * (self.up[0].size + self.down[0].size)
+
+    def on_shard(self, shards: Shards) -> Made:
+        alike, inner = shards.alike(self), Columns(self.down[0].depth)
+        inner.need_any(shards.grain(self.down))
+        own = inner.take(shards.share_of(inner))
+        if own is None:
+            return alike
+        columns = torch.cat([own, inner.width + own]) if self.activation.gated else own
+        up = tuple(shards.matrix(one, columns) for one in self.up)
+        down = tuple(shards.matrix(one, None, inner.depth) for one in self.down)
+        return lambda: (replace(self, up=up, down=down, is_summed=True),)
 
     def on_cpu(self, layout: CpuLayout) -> None:
         """Gathers the source of each pair of a token and an expert, then the linears, then the weighted sums."""
@@ -172,7 +187,16 @@ class Experts(Operation):
         expert_linear(ops, source, routing, up, first, gathers=True, weighs=self.weigh_input)
         activate(ops, first, activation, second)
         expert_linear(ops, second, routing, down, last, gathers=False, weighs=False)
-        combine(ops, last, routing, self.factor, target, weighs=not self.weigh_input, add=self.add)
+        if not self.is_summed:
+            combine(ops, last, routing, self.factor, target, weighs=not self.weigh_input, add=self.add)
+            return
+        share = step[Buffer("(share of experts)", self.down[0].columns)]
+        combine(ops, last, routing, self.factor, share, weighs=not self.weigh_input, add=False)
+        step.all_reduce(share)
+        if self.add:
+            target.add_(share)
+        else:
+            target.copy_(share)
 
 
 @device_kernel("experts:route")

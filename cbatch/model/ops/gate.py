@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +17,7 @@ from cbatch.model.ops.cpu_layout import CpuLayout
 from cbatch.model.ops.device_kernel import device_kernel
 from cbatch.model.ops.device_plan import Step
 from cbatch.model.ops.operation import Operation, operation, reads, updates
+from cbatch.model.ops.shards import Columns, Made, Shards
 
 _FUNCTIONS = ("identity", "sigmoid", "softplus")
 _SIGMOID, _SOFTPLUS = 1, 2
@@ -34,6 +36,22 @@ class Gate(Operation):
     start: int = 0
     function: Literal["sigmoid", "softplus", "identity"] = "sigmoid"
     factor: float = 1.0
+
+    def on_shard(self, shards: Shards) -> Made:
+        target, gate = shards.read(self.target), shards.read(self.gate)
+        gate.need(lambda: self._columns_for(target))
+
+        def made() -> tuple[Gate]:
+            columns = self._columns_for(target)
+            if columns is None or target.chosen is None:
+                return (self,)
+            return (replace(self, width=len(target.chosen) // len(columns), start=gate.start_of(columns)),)
+
+        return made
+
+    def _columns_for(self, target: Columns) -> Tensor | None:
+        """The gates of the columns that a process has; None for all."""
+        return None if target.chosen is None else self.start + torch.unique(target.chosen // self.width)
 
     def on_cpu(self, layout: CpuLayout) -> None:
         columns = layout.used[self.target] // self.width

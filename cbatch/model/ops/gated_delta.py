@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from cbatch.model.ops.device_kernel import device_kernel
 from cbatch.model.ops.device_plan import Step
 from cbatch.model.ops.operation import Operation, numbers_a, operation, reads, writes
 from cbatch.model.ops.recurrent import decay_vector, scanned
+from cbatch.model.ops.shards import Made, Shards, columns_of, taken
 from cbatch.model.weight import Weight
 
 
@@ -57,6 +59,24 @@ class GatedDelta(Operation):
 
     def target_width(self, width: Callable[[str], int]) -> int:
         return self.value_heads * self.value_dim
+
+    def on_shard(self, shards: Shards) -> Made:
+        target = shards.written(self.target)
+        heads = shards.heads_of(self.value_heads, self.key_heads, self.value_dim, target.grain)
+        if heads is None or not target.may_be_shared:
+            return shards.alike(self, target)
+        target.take(columns_of(heads.queries, self.value_dim))
+        keys, numbers = self.key_heads * self.key_dim, columns_of(heads.queries, 1)
+        parts = [columns_of(heads.keys, self.key_dim, start) for start in (0, keys)]
+        qkv = torch.cat([*parts, columns_of(heads.queries, self.value_dim, 2 * keys)])
+        ba = torch.cat([numbers, self.value_heads + numbers])
+        source, controls = shards.read(self.source), shards.read(self.controls)
+        source.need(lambda: qkv)
+        controls.need(lambda: ba)
+        shards.set_state(self.state, len(heads.queries), self.key_dim, self.value_dim)
+        decay_log, decay_bias = (taken((one,), numbers)[0] for one in (self.decay_log, self.decay_bias))
+        sizes: dict[str, Any] = {"key_heads": len(heads.keys), "value_heads": len(heads.queries)}
+        return lambda: (replace(self, **sizes, decay_log=decay_log, decay_bias=decay_bias),)
 
     def on_cpu(self, layout: CpuLayout) -> None:
         layout.add(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ from cbatch.model.device_weights import DeviceWeights
 from cbatch.model.ops.cpu_layout import CpuLayout
 from cbatch.model.ops.device_plan import Step
 from cbatch.model.ops.operation import Operation, operation, reads, writes
+from cbatch.model.ops.shards import Columns, Made, Shards
 
 
 @operation
@@ -27,6 +31,30 @@ class Gather(Operation):
 
     def target_width(self, width: Callable[[str], int]) -> int:
         return len(self.columns)
+
+    def on_shard(self, shards: Shards) -> Made:
+        own = shards.written(self.target).take()
+        columns, sources = (
+            self.columns if own is None else self.columns[own],
+            [shards.read(name) for name in self.sources],
+        )
+        parts = list(zip(sources, accumulate((source.width for source in sources), initial=0), strict=False))
+
+        def within(source: Columns, start: int) -> Tensor:
+            return (columns >= start) & (columns < start + source.width)
+
+        for source, start in parts:
+            source.need(partial(torch.unique, columns[within(source, start)] - start))
+
+        def made() -> tuple[Gather]:
+            local, place = torch.empty_like(columns), 0
+            for source, start in parts:
+                inside = within(source, start)
+                local[inside] = place + source.places_of(columns[inside] - start)
+                place += source.width if source.chosen is None else len(source.chosen)
+            return (replace(self, columns=local),)
+
+        return made
 
     def on_cpu(self, layout: CpuLayout) -> None:
         places = [(*layout.read(name), column) for name in self.sources for column in range(layout.used[name])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from cbatch.kernels.cpu.fast_math import tanh
@@ -15,6 +16,7 @@ from cbatch.model.ops.device_plan import DeviceHead, DevicePlan
 from cbatch.model.ops.linear import product
 from cbatch.model.ops.normalize import norm_rows
 from cbatch.model.ops.operation import Operation, operation
+from cbatch.model.ops.shards import Made, Shards
 from cbatch.model.weight import RESIDUAL, Matrix, Norm
 
 
@@ -26,6 +28,9 @@ class Head(Operation):
     matrix: Matrix
     factor: float = 1.0
     softcap: float = 0.0
+
+    def on_shard(self, shards: Shards) -> Made:
+        return lambda: (replace(self, matrix=shards.vocabulary_of(self.matrix)),)
 
     def on_cpu(self, layout: CpuLayout) -> None:
         source, depth = layout.read(RESIDUAL)

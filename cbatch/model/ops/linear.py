@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from cbatch.model.ops.device_kernel import device_kernel
 from cbatch.model.ops.device_plan import Buffer, DevicePlan, Pending, Run, Step
 from cbatch.model.ops.operation import Operation, operation, reads, writes
 from cbatch.model.ops.products import multiply
+from cbatch.model.ops.shards import Made, Shards
 from cbatch.model.weight import RESIDUAL, Activation, Matrix, Weight
 
 PRODUCT, ACTIVATED_PRODUCT = "(product)", "(activated)"
@@ -39,6 +42,8 @@ class Linear(Operation):
     """target = factor * activation(source times matrix + biases); added to the target if `add`.
 
     A gated activation takes two columns for each of its own, all gates before all ups.
+
+    is_summed: each of several processes has a part of the depth, and products are summed over them
     """
 
     source: str = reads()
@@ -47,6 +52,7 @@ class Linear(Operation):
     add: bool = False
     factor: float = 1.0
     activation: Activation | None = None
+    is_summed: bool = False
     is_product = True
 
     @property
@@ -60,6 +66,27 @@ class Linear(Operation):
     @property
     def multiplied(self) -> int:
         return self.matrix.size
+
+    def target_width(self, width: Callable[[str], int]) -> int:
+        return self.width
+
+    def on_shard(self, shards: Shards) -> Made:
+        target = shards.read(self.target) if self.add else shards.written(self.target)
+        if self.add:
+            target.need_all()
+        own, source = target.take(shards.share_of(target)), shards.read(self.source)
+        if own is not None:
+            source.need_all()
+            columns = torch.cat([own, self.width + own]) if self.is_gated else own
+            return lambda: (replace(self, matrix=shards.matrix(self.matrix, columns)),)
+        source.need_any(shards.grain([self.matrix]))
+
+        def made() -> tuple[Linear]:
+            if source.chosen is None:
+                return (self,)
+            return (replace(self, matrix=shards.matrix(self.matrix, None, source.depth), is_summed=True),)
+
+        return made
 
     def on_cpu(self, layout: CpuLayout) -> None:
         act, (source, depth) = self.activation, layout.read(self.source)
@@ -98,6 +125,8 @@ class Linear(Operation):
                 out = step.hidden.added if place is None else step[place]
                 multiply(step.ops, step[source], matrix, bias, out)
                 step.adapt(self, source, out)
+                if self.is_summed:
+                    step.all_reduce(out)
 
             return run_before_norm
         activation = None if self.activation is None else plan.weights.activation(self.activation)
@@ -108,6 +137,8 @@ class Linear(Operation):
             found = step[target if is_direct else product]
             multiply(step.ops, step[source], matrix, bias, found)
             step.adapt(self, source, found)
+            if self.is_summed:
+                step.all_reduce(found)
             if activation is not None:
                 is_last = not self.add and self.factor == 1
                 activated = step[target] if is_last else step[Buffer(ACTIVATED_PRODUCT, self.width)]

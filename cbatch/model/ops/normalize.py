@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -17,12 +19,14 @@ from cbatch.kernels.cpu.program import BUFFER, NORM, ROWS_PER_TASK, elements_of,
 from cbatch.kernels.cpu.recurrent import gated_norm as gated_norm_rows
 from cbatch.kernels.cpu.work_queue import Worker, claimed
 from cbatch.kernels.operands import NormWeights
+from cbatch.model.config import UnsupportedConfig
 from cbatch.model.device_weights import DeviceWeights
 from cbatch.model.ops.cpu_layout import CpuLayout, unpadded
 from cbatch.model.ops.device_kernel import device_kernel
 from cbatch.model.ops.device_plan import DevicePlan, Pending, Run, Step
-from cbatch.model.ops.operation import Operation, operation, reads, writes
+from cbatch.model.ops.operation import Operation, operation, reads, updates, writes
 from cbatch.model.ops.residual import normalize, normed
+from cbatch.model.ops.shards import Made, Shards, norm_for
 from cbatch.model.weight import RESIDUAL, Norm
 
 
@@ -47,6 +51,9 @@ class Normalize(Operation):
     def _width(self, width: Callable[[str], int]) -> int:
         """Of a group."""
         return self.width or width(self.source) - self.start
+
+    def target_width(self, width: Callable[[str], int]) -> int:
+        return self._width(width) * self.groups
 
     def on_cpu(self, layout: CpuLayout) -> None:
         source, width = layout.read(self.source), self._width(layout.used.__getitem__)
@@ -149,6 +156,26 @@ class GatedNorm(Operation):
     def target_width(self, width: Callable[[str], int]) -> int:
         return width(self.source)
 
+    def on_shard(self, shards: Shards) -> Made:
+        columns, gate = shards.follow(self.source, self.target), shards.read(self.gate)
+        gate.need(lambda: None if columns.chosen is None else self.gate_start + columns.chosen)
+
+        def made() -> tuple[Operation, ...]:
+            own = columns.chosen
+            if own is None:
+                return (self,)
+            norm, width = norm_for(self.norm, own) or self.norm, columns.width // self.groups
+            groups, counts = torch.unique(own // width, return_counts=True)
+            mine = replace(self, norm=norm, groups=len(groups), gate_start=gate.start_of(self.gate_start + own))
+            if norm.kind == "none" or bool((counts == width).all()):
+                return (mine,)
+            mine = replace(mine, norm=Norm("none", 0.0), groups=1)
+            if self.gate_first:
+                return mine, NormAcross(self.target, norm, 0, own, width, self.groups)
+            return NormAcross(self.source, norm, 0, own, width, self.groups), mine
+
+        return made
+
     def on_cpu(self, layout: CpuLayout) -> None:
         width = layout.used[self.source]
         layout.add(gated_norm, self, width=width, elements=unpadded(width))
@@ -159,6 +186,43 @@ class GatedNorm(Operation):
     def run(self, step: Step, weights: NormWeights, *, source: Tensor, gate: Tensor, target: Tensor) -> None:
         factors = gate[:, self.gate_start : self.gate_start + source.shape[1]]
         norm_with_gate(step.ops, source, factors, weights, self.groups, target, gate_first=self.gate_first)
+
+
+@operation
+class NormAcross(Operation):
+    """Norms columns of the target from `start` on, of which other processes have the rest.
+
+    columns: numbers of the columns in the whole row
+    width:   of a part of the row, each of which is normed by itself
+    parts:   how many the row has
+    copies:  how many processes have each of the columns
+    """
+
+    target: str = updates()
+    norm: Norm
+    start: int
+    columns: Tensor
+    width: int
+    parts: int = 1
+    copies: int = 1
+
+    def on_cpu(self, layout: CpuLayout) -> None:
+        raise UnsupportedConfig("one process on a CPU has whole rows")
+
+    def load(self, weights: DeviceWeights) -> tuple[NormWeights, Tensor]:
+        """The norm, and the part of the row that each column is in."""
+        if self.norm.kind != "rms":
+            raise UnsupportedConfig("its heads are normed together by a LayerNorm, which processes cannot share")
+        return weights.norm(self.norm), weights.indices(self.columns // self.width)
+
+    def run(self, step: Step, weights: tuple[NormWeights, Tensor], *, target: Tensor) -> None:
+        norm, groups = weights
+        part = target[:, self.start : self.start + len(groups)]
+        x = part.float()
+        squares = x.new_zeros(len(x), self.parts).index_add_(1, groups, x.square())
+        step.all_reduce(squares)
+        x = x * torch.rsqrt(squares[:, groups] / (self.width * self.copies) + norm.eps)
+        part.copy_(x if norm.weight is None else x * norm.weight)
 
 
 @device_kernel("norm:gated_norm")

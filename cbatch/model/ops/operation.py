@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
@@ -60,6 +60,11 @@ class Operation(ABC):
     def on_cpu(self, layout: Any) -> None:
         """Adds its instructions to a `CpuLayout`. Raises UnsupportedConfig for what its kernel does not support."""
 
+    def on_shard(self, shards: Any) -> Callable[[], Sequence[Operation]]:
+        """Tells `Shards` which columns are needed of what it reads; returns a `Made`."""
+        made: Callable[[], Sequence[Operation]] = shards.alike(self)
+        return made
+
     def on_device(self, plan: Any) -> Callable[[Any], None] | None:
         """The function that runs it in a step of a `DevicePlan`; None if there is nothing to do now.
 
@@ -77,7 +82,7 @@ class Operation(ABC):
     fields that name their buffers."""
 
     target_width: ClassVar[Callable[..., int]]
-    """Of the buffer that a `run` writes, given a function from the names of buffers to their widths."""
+    """Of the buffer that it writes, given a function from the names of buffers to their widths."""
 
 
 @dataclass_transform(eq_default=False, frozen_default=True, field_specifiers=(reads, writes, updates, numbers_a, field))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from cbatch.model.ops.device_kernel import device_kernel
 from cbatch.model.ops.device_plan import Step
 from cbatch.model.ops.operation import Operation, numbers_a, operation, reads, writes
 from cbatch.model.ops.recurrent import decay_vector, scanned
+from cbatch.model.ops.shards import Made, Shards, columns_of, taken
 from cbatch.model.weight import Weight
 
 
@@ -56,6 +58,25 @@ class SelectiveScan(Operation):
 
     def target_width(self, width: Callable[[str], int]) -> int:
         return self.heads * self.head_dim
+
+    def on_shard(self, shards: Shards) -> Made:
+        target = shards.written(self.target)
+        heads = shards.heads_of(self.heads, self.groups, self.head_dim, target.grain)
+        if heads is None or not target.may_be_shared:
+            return shards.alike(self, target)
+        own, numbers = columns_of(heads.queries, self.head_dim), columns_of(heads.queries, 1)
+        target.take(own)
+        inner, size = self.heads * self.head_dim, self.state_size
+        starts = inner, inner + self.groups * size
+        xbc = torch.cat([own, *(columns_of(heads.keys, size, start) for start in starts)])
+        source, steps = shards.read(self.source), shards.read(self.steps)
+        source.need(lambda: xbc)
+        steps.need(lambda: self.step_start + numbers)
+        shards.set_state(self.state, len(heads.queries), self.head_dim, size)
+        names = ("decay_log", "step_bias", "skip")
+        weights: dict[str, Any] = {name: taken((getattr(self, name),), numbers)[0] for name in names}
+        sizes: dict[str, Any] = {"heads": len(heads.queries), "groups": len(heads.keys)}
+        return lambda: (replace(self, **sizes, **weights, step_start=steps.start_of(self.step_start + numbers)),)
 
     def on_cpu(self, layout: CpuLayout) -> None:
         layout.add(
