@@ -39,12 +39,18 @@ def _parse_target(text: str) -> float | str | None:
     return milliseconds
 
 
-def _parse_speculate(text: str) -> int | str:
-    if text in ("auto", "off"):
+def _parse_count(text: str, *words: str) -> int | str:
+    if text in words:
         return text
     if not (text.isascii() and text.isdecimal() and int(text) >= 1):
-        raise ValueError(f"{text!r} is no number of at least 1, nor auto or off.")
+        raise ValueError(f"{text!r} is no number of at least 1, nor {' or '.join(words)}.")
     return int(text)
+
+
+def _check_count(name: str, value: Any, *words: str) -> None:
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if not is_count and value not in words:
+        raise ConfigError(f"{name} must be {', '.join(words)} or a whole number of at least 1, not {value!r}.")
 
 
 def _parse_max_memory(text: str) -> dict[str, Any]:
@@ -88,6 +94,13 @@ class EngineConfig:
         "How products with quantized weights round activations. On a CPU, bf16 is slower and more exact than int8; fp8 "
         "is for FP8 weights on GPUs that multiply FP8.",
         metavar="int8|bf16|fp8",
+    )
+    tensor_parallel: int | Literal["auto"] = _model(
+        "auto",
+        "Split every layer over N GPUs, which compute each step together.",
+        more="auto: over as few as hold the model, if one does not.",
+        metavar="auto|N",
+        parse=lambda text: _parse_count(text, "auto"),
     )
     device_map: Literal["none", "auto"] = _model(
         "none", "Spread a model that is larger than its device over GPUs, CPU memory and disk."
@@ -148,7 +161,7 @@ class EngineConfig:
         "auto",
         "Draft up to N tokens of a request in a step, from text so far; auto: if it pays. Changes no output.",
         metavar="auto|N|off",
-        parse=_parse_speculate,
+        parse=lambda text: _parse_count(text, "auto", "off"),
     )
     block_size: int = _memory(16, "Tokens in a block of the KV cache.", low=1)
     kv_dtype: str = _memory(
@@ -187,13 +200,17 @@ class EngineConfig:
     lora: Mapping[str, str] | None = None
     """LoRA adapters that requests may name, in folders or hub ids: {"sql": "adapters/sql"}."""
 
+    @property
+    def min_gpus(self) -> int:
+        """GPUs that a GPU's engine takes at least."""
+        return 1 if self.tensor_parallel == "auto" else self.tensor_parallel
+
     def __post_init__(self) -> None:
         check_options(self)
         if not isinstance(self.weights_folder, str | None):
             raise ConfigError(f"weights_folder must be a text, not {self.weights_folder!r}.")
-        is_count = isinstance(self.speculate, int) and not isinstance(self.speculate, bool) and self.speculate >= 1
-        if not is_count and self.speculate not in ("auto", "off"):
-            raise ConfigError(f"speculate must be auto, off or a whole number of at least 1, not {self.speculate!r}.")
+        _check_count("speculate", self.speculate, "auto", "off")
+        _check_count("tensor_parallel", self.tensor_parallel, "auto")
         if self.deterministic and self.activations == "fp8":
             raise ConfigError(
                 "--activations fp8 multiplies by products of the library, which depend on the number of rows; leave it "
@@ -215,6 +232,8 @@ class EngineConfig:
             for name in ("max_memory", "offload_folder"):
                 if getattr(self, name) is not None:
                     raise ConfigError(f"--{name.replace('_', '-')} is only for --device-map auto.")
+        elif self.tensor_parallel not in ("auto", 1):
+            raise ConfigError("--device-map gives each device whole layers, and --tensor-parallel a part of every one.")
         elif self.quantize is not None:
             raise ConfigError(
                 "--device-map auto runs a model by the layers of transformers, which have no quantized weights here; "

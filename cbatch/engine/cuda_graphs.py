@@ -25,6 +25,7 @@ from cbatch.runtime.batch import Logits, RaggedBatch, SampledOnDevice
 from cbatch.runtime.device import pins_memory
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.memory import is_out_of_memory
+from cbatch.runtime.process_group import ProcessGroup
 from cbatch.runtime.state_pool import StatePool
 from cbatch.runtime.transfer import pack, padded
 from cbatch.sample.sampler import PARAM_WORDS, Sampler
@@ -217,6 +218,7 @@ class StepGraphs:
         self._shared: _Shared | None = None
         self._decode: dict[int, _CapturedStep] = {}
         self._mixed: dict[int, _CapturedStep] = {}
+        self._has_failed = False
         self.reason = self._capture_all(capture or GraphCapturer(parts.model.device), has_room)
         if not len(self):
             self._shared = None
@@ -231,6 +233,19 @@ class StepGraphs:
 
     def __len__(self) -> int:
         return len(self._decode) + len(self._mixed)
+
+    def agree(self, group: ProcessGroup) -> None:
+        """Drops all graphs if a process of a group could not capture one: a step has the same padding in all of them.
+
+        The processes have asked each other before each capture whether there is room. One that has failed since
+        answers here that there is none.
+        """
+        if self._has_failed or not self.reason:
+            group.smallest(int(not self._has_failed))
+        if group.smallest(int(not self._has_failed)) == [0]:
+            self._decode.clear()
+            self._mixed.clear()
+            self._shared, self.reason = None, self.reason or "another process could not capture them"
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch) -> Logits | None:
@@ -275,6 +290,7 @@ class StepGraphs:
                 steps[size] = self._capture(size, is_decode, capture)
             return ""
         except Exception as error:  # whatever a driver or library does not allow during a capture
+            self._has_failed = True
             is_full = is_out_of_memory(error)
             reason = "out of memory" if is_full else f"{error}" or type(error).__name__
         # After the except block, since its traceback held the memory of what failed.

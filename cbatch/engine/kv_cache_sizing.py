@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -27,6 +27,7 @@ from cbatch.model.base import Model
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.device import is_accelerator, is_cuda
 from cbatch.runtime.memory import DeviceMemory, device_memory, is_out_of_memory, kernel_too_large
+from cbatch.runtime.process_group import ProcessGroup
 from cbatch.runtime.transfer import computing_on
 from cbatch.sample.output import PendingSample
 from cbatch.sample.processors import counts_for
@@ -36,6 +37,9 @@ from cbatch.schedule.limits import StepLimits
 from cbatch.schedule.output import ScheduledChunk, SchedulerOutput
 from cbatch.schedule.sequence import TokenSequence
 from cbatch.schedule.state_slots import ChunkState
+
+if TYPE_CHECKING:
+    from cbatch.model.cuda import CudaModel
 
 RESERVED_BYTES = 256 * 2**20
 """Bytes that stay free beside a step's peak, for fragmentation."""
@@ -128,15 +132,26 @@ class CacheSizeRequest:
         return self.num_blocks is None and "%" in self.memory
 
 
-def make_runner(config: EngineConfig, execution: Execution, limits: StepLimits) -> ModelRunner:
-    """A model runner with a KV cache as large as the config requests, or as the scarcest device allows.
+class MeasuredCache(NamedTuple):
+    """The size of a cache, bytes that steps take beside it, and the memory of the device that allows least."""
+
+    size: CacheSize
+    step_bytes: int
+    memory: DeviceMemory
+
+
+def measure_cache(
+    config: EngineConfig, execution: Execution, limits: StepLimits, num_processes: int = 1
+) -> MeasuredCache:
+    """A KV cache as large as the config requests, or as the scarcest device allows.
+
+    num_processes: that compute every step together, and have a part of the cache each
 
     Raises ConfigError if the cache, or a step beside it, does not fit.
     """
     model, attention = execution.model, execution.attention
     size = config.block_size
-    state_dtype = None if config.state_dtype == "auto" else getattr(torch, config.state_dtype)
-    block_bytes, slot_bytes = bytes_per_device(model, attention, size, state_dtype)
+    block_bytes, slot_bytes = bytes_per_device(model, attention, size, _state_dtype(config))
     wanted = -(-model.max_model_len // size)
     blocks_wanted = limits.max_seqs * wanted
     if not model.layers:
@@ -145,28 +160,50 @@ def make_runner(config: EngineConfig, execution: Execution, limits: StepLimits) 
     total, found = sum(block_bytes.values()) + sum(slot_bytes.values()), []
     for device in block_bytes.keys() | slot_bytes.keys():
         one, block, slot = device_memory(device), block_bytes.get(device, 0), slot_bytes.get(device, 0)
+        asked, share = config.kv_cache_memory or one.share, (block + slot) / total / num_processes
+        if "%" in asked and not is_accelerator(device):  # of the same memory
+            asked = f"{float(asked.strip(' %')) / num_processes}%"
         cache_size = CacheSizeRequest(
-            config.kv_cache_memory or one.share, config.kv_blocks, block, blocks_wanted, (block + slot) / total,
-            slot, slots_wanted, config.state_slots,
-        )  # fmt: skip
+            asked, config.kv_blocks, block, blocks_wanted, share, slot, slots_wanted, config.state_slots
+        )
         found.append((*choose_cache_size(cache_size, execution, size, limits, one), one))
     num_blocks = min(cache_size.num_blocks for cache_size, _, _ in found)
     num_slots = min((cache_size.num_slots for cache_size, _, _ in found if cache_size.num_slots), default=0)
     _, step_bytes, memory = min(found, key=lambda one: one[0])
+    return MeasuredCache(CacheSize(num_blocks, num_slots), step_bytes, memory)
+
+
+def make_runner(
+    config: EngineConfig, execution: Execution, limits: StepLimits, measured: MeasuredCache,
+    group: ProcessGroup | None = None,
+) -> ModelRunner:  # fmt: skip
+    """A model runner with such a cache.  group: the processes that compute every step together with this one
+
+    Raises ConfigError if there is no memory for the cache any more.
+    """
+    model, attention, ((num_blocks, num_slots), step_bytes, memory) = execution.model, execution.attention, measured
+    if group is not None:
+        model = cast("CudaModel", model).in_group(group)
+    state_dtype = _state_dtype(config)
     try:
-        runner = ModelRunner(model, attention, num_blocks, size, num_slots, state_dtype)
+        runner = ModelRunner(model, attention, num_blocks, config.block_size, num_slots, state_dtype)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
     else:
-        runner.capture_graphs(execution.sampler, limits, lambda: memory.free() >= step_bytes + GRAPH_BYTES)
+        runner.capture_graphs(execution.sampler, limits, lambda: memory.free() >= step_bytes + GRAPH_BYTES, group)
         return runner
     # After the except block, since its traceback held the part of the cache that was made.
+    block_bytes, slot_bytes = bytes_per_device(model, attention, config.block_size, state_dtype)
     cache_bytes = num_blocks * sum(block_bytes.values()) + num_slots * sum(slot_bytes.values())
     raise ConfigError(
         f"A KV cache of {format_bytes(cache_bytes)} could not be made on {memory.name}, where "
         f"{format_bytes(memory.free())} are free; give it less (--kv-cache-memory)."
     )
+
+
+def _state_dtype(config: EngineConfig) -> torch.dtype | None:
+    return None if config.state_dtype == "auto" else getattr(torch, config.state_dtype)
 
 
 def bytes_per_device(

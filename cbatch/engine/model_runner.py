@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,10 +13,12 @@ from torch.nn.functional import linear
 from cbatch.attention.base import AttentionBackend
 from cbatch.base.errors import EngineError
 from cbatch.engine.cuda_graphs import GraphSizes, StepGraphs, StepParts
+from cbatch.engine.followers import Followers
 from cbatch.model.base import Model
 from cbatch.runtime.batch import Logits, RaggedBatch
 from cbatch.runtime.device import is_nvidia
 from cbatch.runtime.kv_cache import KVCache
+from cbatch.runtime.process_group import ProcessGroup
 from cbatch.runtime.state_pool import StatePool, StateShape
 from cbatch.runtime.transfer import computing_on
 from cbatch.sample.sampler import Sampler
@@ -47,7 +50,10 @@ def stored_states(model: Model, dtype: torch.dtype | None) -> list[StateShape]:
 
 
 class ModelRunner:
-    """Owns a model, its KV cache and its CUDA graphs until it is closed. Knows nothing of requests."""
+    """Owns a model, its KV cache and its CUDA graphs until it is closed. Knows nothing of requests.
+
+    followers: other processes, which compute each step together with this one
+    """
 
     def __init__(
         self,
@@ -69,6 +75,7 @@ class ModelRunner:
             self.state_pool = StatePool(stored_states(model, state_dtype), num_slots, model.state_devices)
         self._open: tuple[Model, KVCache] | None = model, kv_cache
         self._graphs: StepGraphs | None = None
+        self.followers: Followers | None = None
 
     def step_parts(self, sampler: Sampler, limits: StepLimits) -> StepParts | None:
         """The parts of a step, if steps are to be captured as CUDA graphs and can be."""
@@ -79,16 +86,22 @@ class ModelRunner:
             return None
         return StepParts(model, attention, self.kv_cache, sampler, self.state_pool)
 
-    def capture_graphs(self, sampler: Sampler, limits: StepLimits, has_room: Callable[[], bool]) -> None:
+    def capture_graphs(
+        self, sampler: Sampler, limits: StepLimits, has_room: Callable[[], bool], group: ProcessGroup | None = None
+    ) -> None:
         """Captures steps of an engine with these limits as CUDA graphs, if model and attention allow it.
 
         It writes nothing to the cache, and takes some seconds. What cannot be captured is launched kernel by kernel.
 
         has_room: whether there is memory for another graph
+        group:    the processes that compute every step together; all have the same graphs, or none
         """
         if parts := self.step_parts(sampler, limits):
+            agreed = has_room if group is None else lambda: group.smallest(int(has_room())) == [1]
             with computing_on(self.model.device):
-                self._graphs = StepGraphs(parts, GraphSizes.of(limits), has_room=has_room)
+                self._graphs = StepGraphs(parts, GraphSizes.of(limits), has_room=agreed)
+                if group is not None:
+                    self._graphs.agree(group)
             if self.graph_problem:
                 _log.warning(self.graph_problem)
 
@@ -133,6 +146,10 @@ class ModelRunner:
 
         Stores the keys and values of its tokens in the cache, and the recurrent states after them in their slots.
         """
+        with nullcontext() if self.followers is None else self.followers.leading(batch):
+            return self._forward(batch)
+
+    def _forward(self, batch: RaggedBatch) -> Logits:
         if batch.states is not None:
             batch.states.prepare()
         # Captured steps have no adapters.
@@ -143,4 +160,6 @@ class ModelRunner:
 
     def close(self) -> None:
         """Drops the model, the cache and the graphs; to use one of them afterwards raises EngineError."""
+        if self.followers is not None:
+            self.followers.close()
         self._graphs = self._open = self.state_pool = None

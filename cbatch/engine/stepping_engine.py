@@ -18,20 +18,18 @@ from cbatch.base.outputs import KnownOutput, TokenEvent
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request, RequestDefaults, ToolChoice
 from cbatch.base.units import format_bytes, format_count
-from cbatch.engine.fallback import choose_execution, configured_execution
-from cbatch.engine.kv_cache_sizing import default_step_size, make_runner
+from cbatch.engine.fallback import configured_execution
+from cbatch.engine.loading import load_runner
 from cbatch.engine.loop import StepLoop
 from cbatch.engine.model_runner import ModelRunner
 from cbatch.engine.stats import EngineStats
 from cbatch.model.base import Model
-from cbatch.model.float8 import tell_float8
 from cbatch.model.hf.self_check import checked_model
 from cbatch.model.load_plan import LoadPlan
-from cbatch.model.loader import LoadedModel, check_adapters, load_model
-from cbatch.model.lora_files import read_adapters
+from cbatch.model.loader import LoadedModel
 from cbatch.requests.input_processor import InputProcessor, ModelInfo, check_adapter, encoded_ids
 from cbatch.requests.output_processor import OutputProcessor
-from cbatch.runtime.cpu import choose_threads, describe_threads
+from cbatch.runtime.cpu import describe_threads
 from cbatch.runtime.device import is_accelerator, pins_memory
 from cbatch.runtime.memory import release_memory
 from cbatch.runtime.transfer import synchronize
@@ -69,26 +67,11 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         plan = LoadPlan.of(config)
         kind = "gpu" if is_accelerator(plan.device) else "cpu"
         step_time = StepTimeController(config.target_step_ms, MIN_PREFILL_TOKENS[kind])
-        adapters = read_adapters(config.lora or {})
-        if adapters and loaded is None:
-            check_adapters(adapters, plan)
-        if loaded is None:
-            choose_threads(config.threads)
-        self.loaded = loaded or load_model(plan)
+        self.loaded, execution, adapters, limits, runner = load_runner(config, plan, loaded)
+        model, self.device = runner.model, runner.model.device
         self.tokenizer = self.loaded.tokenizer
-        fast_model = self.loaded.fast_model if plan.fast else None
-        model: Model = fast_model or checked_model(self.loaded.network)
-        if config.activations == "fp8":
-            tell_float8(model)
-        execution = choose_execution(config, model)
-        if adapters:
-            execution = replace(execution, model=execution.model.with_adapters(adapters))
-        model, self.device = execution.model, model.device
         self._adapters = {adapter.name: adapter.fingerprint() for adapter in adapters}
         self._adapter_parameters = sum(adapter.num_parameters for adapter in adapters)
-        seqs, tokens = default_step_size(self.device, model.weight_bytes)
-        limits = StepLimits(config.max_seqs or seqs, config.max_batch_tokens or tokens, execution.graphs)
-        runner = make_runner(config, execution, limits)
         self._fallback = " ".join(filter(None, (execution.fallback, runner.graph_problem)))
         scheduler = _make_scheduler(config, runner, limits)
         self._limits = _limits_of(scheduler, runner)
@@ -131,10 +114,11 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
     def describe(self) -> dict[str, str]:
         """The model and the memory that it takes, as names and values for people."""
         model, limits = self.model, self.limits
-        per_token = limits.kv_bytes_per_token
+        per_token, followers = limits.kv_bytes_per_token, self.runner.followers
+        share = "" if followers is None else f" in each of {followers.part.size} processes"
         shown = {
             "model": f"{self.loaded.name} ({model.kind})",
-            "parameters": f"{model.num_parameters / 1e6:,.1f} million, {format_bytes(model.weight_bytes)}",
+            "parameters": f"{model.num_parameters / 1e6:,.1f} million, {format_bytes(model.weight_bytes)}{share}",
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": str(self.device),
             "threads": describe_threads(),

@@ -186,6 +186,8 @@ class EngineThread:
             except Exception as error:
                 if problem := kernel_too_large(error):  # a smaller step does not help
                     raise EngineError(problem) from error
+                if isinstance(error, EngineError):
+                    raise
                 self.last_error = f"{type(error).__name__}: {error}"
                 ran_out_of_memory = is_out_of_memory(error)
                 num_steps = self.engine.stats().num_steps

@@ -18,6 +18,7 @@ from cbatch.base.errors import ConfigError
 from cbatch.base.quantization import STORED, Quantization
 from cbatch.base.units import parse_memory
 from cbatch.model.device_map import DeviceMap, choose_device_map
+from cbatch.model.ops.shards import WHOLE, Part
 from cbatch.model.packed_file import PackedFile, WeightCache
 from cbatch.runtime.device import choose_device, gpu_name, has_bfloat16, is_accelerator
 from cbatch.runtime.numba_setup import require_compiler
@@ -45,6 +46,7 @@ class LoadPlan:
     device_map:   spread the model if it does not fit on its device
     reply_format: name of what the model writes, or auto
     kv_dtype:     of the KV cache; None: that of the model
+    part:         which part of the model this process has, of several that compute it together
     """
 
     source: str = str(DEMO_MODEL)
@@ -58,6 +60,7 @@ class LoadPlan:
     device_map: DeviceMap | None = None
     reply_format: str = "auto"
     kv_dtype: torch.dtype | None = None
+    part: Part = WHOLE
 
     @classmethod
     def of(cls, config: EngineConfig) -> LoadPlan:
@@ -125,10 +128,12 @@ class LoadPlan:
         dtype, quantize:    of `formats`
         files, fingerprint: what the weights come from, by which a cache finds them packed
         """
-        if is_accelerator(self.device):
+        if is_accelerator(self.device) or self.part.size > 1:
             from cbatch.model.cuda import CudaModel
+            from cbatch.model.ops.device_kernel import by_torch
 
-            return CudaModel(config, tensors, dtype, self.device, quantize=quantize)
+            ops = None if is_accelerator(self.device) else by_torch()
+            return CudaModel(config, tensors, dtype, self.device, ops, quantize=quantize, part=self.part)
         from cbatch.model.cpu import CpuModel
         from cbatch.model.ops.cpu_layout import PACKING
 

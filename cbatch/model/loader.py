@@ -139,7 +139,7 @@ def _load(plan: LoadPlan) -> LoadedModel:
     _check_folder(plan.source)
     plan = replace(plan, source=reachable_source(plan.source, plan.revision))
     folder, config, settings, defaults = _checked_settings(plan)
-    tokenizer = _checked_tokenizer(plan, load_tokenizer(plan.source, plan.revision))
+    tokenizer = _checked_tokenizer(plan, None if plan.part.rank else load_tokenizer(plan.source, plan.revision))
     if device_map is not None:
         plan = replace(plan, device=device_map.device, device_map=None if fits(plan, device_map) else device_map)
     make_network: Callable[[], Any] = partial(load_network, plan)
@@ -148,6 +148,8 @@ def _load(plan: LoadPlan) -> LoadedModel:
         try:
             fast_model, path = load_fast_model(plan), "fast"
         except NoFastPath as error:
+            if plan.part.size > 1:
+                raise ConfigError(f"{name} cannot be split over processes (--tensor-parallel): {error}.") from error
             path = f"transformers: {error}"
             if not is_accelerator(plan.device) and settings_of(config) is not None:
                 make_network = partial(_or_say, make_network, str(error))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -111,15 +111,25 @@ def find_places(config: EngineConfig, num_replicas: int | None) -> list[Place]:
     if devices is None:
         processors = read_processors()
         return _on_cores(config, processors, num_replicas or min(len(processors.nodes), processors.num_threads))
-    number = len(devices) if num_replicas is None else num_replicas
-    if number > len(devices):
+    each = config.min_gpus
+    number = max(len(devices) // each, 1) if num_replicas is None else num_replicas
+    if number * each > len(devices):
         there = {0: "none", 1: "one"}.get(len(devices), f"{len(devices)} of them")
         raise ConfigError(
-            f"Each replica needs a GPU of its own: {number} replicas were asked for, and --device {config.device} "
-            f"means {there}."
+            f"Each replica needs {'a GPU' if each == 1 else f'{each} GPUs'} of its own: {number} replicas were asked "
+            f"for, and --device {config.device} means {there}."
         )
     threads = _threads(max(read_processors().num_threads // number, 1))
-    return [Place(name, environment=visible | threads) for name, visible in devices[:number]]
+    groups = (devices[number * each :][:each] for number in range(number))
+    return [Place(group[0][0], environment=_joined(visible for _, visible in group) | threads) for group in groups]
+
+
+def _joined(environments: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """The environment of a process that sees the devices of all these."""
+    joined: dict[str, str] = {}
+    for name, value in chain.from_iterable(one.items() for one in environments):
+        joined[name] = f"{joined[name]},{value}" if name in joined else value
+    return joined
 
 
 def _find_devices(name: str) -> list[tuple[str, dict[str, str]]] | None:

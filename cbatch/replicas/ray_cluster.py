@@ -74,13 +74,15 @@ class RayLauncher(ReplicaLauncher):
         num_replicas: int | None = None,
         resources: Mapping[str, float] | None = None,
         factory: str = FACTORY,
+        *,
+        num_gpus: int = 1,
     ) -> None:
         """Connects to a cluster.
 
         address:      `auto` for the cluster that this machine is a node of, or `host:port`
         num_replicas: None: as many as the cluster has resources for now
         resources:    what a replica needs: `num_cpus`, `num_gpus`, and resources by the names that the cluster gives
-                      them; None: one GPU, or the CPUs of the smallest node if the cluster has no GPU
+                      them; None: `num_gpus`, or the CPUs of the smallest node if the cluster has no GPU
         factory:      `module:function` that makes a replica of a configuration, in the actor's process
 
         Raises ConfigError if the package ray is missing, there is no cluster at the address, or none of its nodes has
@@ -96,7 +98,7 @@ class RayLauncher(ReplicaLauncher):
             if self._is_own:
                 _connect(address)
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-            self._resources = dict(resources) if resources else _default_resources(nodes)
+            self._resources = dict(resources) if resources else _default_resources(nodes, num_gpus)
             self._needs = ", ".join(f"{name} {amount:g}" for name, amount in self._resources.items())
             fitting = _num_fitting(nodes, self._resources)
             if fitting < 1:
@@ -213,10 +215,10 @@ def _connect(address: str) -> None:
         raise ConfigError(f"Cannot connect to the Ray cluster {address}: {_first_sentence(error)}.") from error
 
 
-def _default_resources(nodes: list[dict[str, float]]) -> dict[str, float]:
-    """One GPU if the cluster has any, else the CPUs of its smallest node that has some."""
+def _default_resources(nodes: list[dict[str, float]], num_gpus: int) -> dict[str, float]:
+    """GPUs if the cluster has any, else the CPUs of its smallest node that has some."""
     if any(node.get("GPU") for node in nodes):
-        return {"num_gpus": 1}
+        return {"num_gpus": num_gpus}
     return {"num_cpus": min((node["CPU"] for node in nodes if node.get("CPU")), default=1)}
 
 

@@ -192,6 +192,15 @@ class RaggedBatch:
         """The same step for layers on another device, which need no token ids."""
         return self if device == self.device else replace(self, device=device, device_tokens=None)
 
+    def for_others(self) -> tuple[RaggedBatch, Sequence[Any]]:
+        """The same step for another process that computes it, and what `StepStates` has beside its pool.
+
+        Tokens that only the device of this process knows are 0 there.
+        """
+        states = () if self.states is None else self.states.beside_pool
+        cpu = torch.device("cpu")
+        return replace(self, device=cpu, device_tokens=None, sampling_params=None, states=None), states
+
     @cached_property
     def _on_device(self) -> list[Tensor]:
         arrays: list[NDArray[Any]] = [self.ids, self.positions, self.slots, self.rows, self.tables]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -117,6 +118,11 @@ class StepStates:
             [state.source for state in copied if state.source is not None],
             [state.slot for state in copied],
         )
+
+    @property
+    def beside_pool(self) -> tuple[Any, ...]:
+        """The other fields."""
+        return tuple(getattr(self, one.name) for one in fields(self)[1:])
 
     def prepare(self) -> None:
         """Gives the slots of chunks that begin a sequence, or go on from a snapshot, what they are to hold."""

@@ -219,7 +219,8 @@ class BenchOptions:
             is_several = self.find_capacity and len(self.users) > 1
             yield "--find-capacity takes one number of --users, the most to try.", is_several
         else:
-            has_seqs = self.engine.max_seqs is not None
+            has_seqs, is_split = self.engine.max_seqs is not None, self.engine.min_gpus > 1
+            yield "--tensor-parallel goes with --users; strategies share one model in this process.", is_split
             yield "--batch-size sets the number of slots; --max-seqs is for a load (--users).", has_seqs
 
     def make_workload(self, engine: Engine, skew: float | None) -> Workload:

@@ -91,7 +91,9 @@ class BatchEngines:
             return LocalLauncher(self._others)
         from cbatch.replicas.ray_cluster import RayLauncher
 
-        return RayLauncher(options.ray, options.wanted and options.wanted - 1, options.ray_resources)
+        return RayLauncher(
+            options.ray, options.wanted and options.wanted - 1, options.ray_resources, num_gpus=self.config.min_gpus
+        )
 
     def close(self) -> None:
         """Ends the other replicas. The chat's own engine stays as it is."""

@@ -134,7 +134,7 @@ def make_launcher(options: ReplicaOptions, config: EngineConfig) -> ReplicaLaunc
     if options.ray is not None:
         from cbatch.replicas.ray_cluster import RayLauncher
 
-        return RayLauncher(options.ray, options.wanted, options.ray_resources)
+        return RayLauncher(options.ray, options.wanted, options.ray_resources, num_gpus=config.min_gpus)
     from cbatch.replicas.local import LocalLauncher, find_places
 
     return LocalLauncher(find_places(config, options.wanted))

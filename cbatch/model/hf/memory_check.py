@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from cbatch.base.errors import ModelError, first_sentence
+from cbatch.base.hub import gguf_paths, is_gguf, reachable_source
 from cbatch.base.model_files import WEIGHT_FILES, StoredTensor, model_folder, stored_tensors, weight_files
 from cbatch.base.units import format_bytes
 from cbatch.model.config import read_model_config
@@ -28,14 +30,7 @@ _log = logging.getLogger("cbatch")
 def fits(plan: LoadPlan, device_map: DeviceMap) -> bool:
     """Whether a model need not be spread, which is said then. Raises ModelError if its files cannot be had."""
     room, device = device_map.limits[str(device_map.device)], device_map.device
-    try:
-        tensors = _stored(plan)
-    except OSError as error:
-        raise ModelError(f"Cannot load {plan.source}: {first_sentence(error)}") from error
-    config = read_model_config(model_folder(plan.source, plan.revision))
-    kinds = [part.get(key) for part in (config, config.get("text_config") or {}) for key in ("dtype", "torch_dtype")]
-    kind = choose_dtype(plan.dtype, next(filter(None, kinds), None), device)
-    size = sum(one.num_elements * kind.itemsize if "F" in one.dtype else one.num_bytes for one in tensors)
+    size = weight_bytes(replace(plan, device=device))
     if not 0 < size <= room:  # 0: its files have other names than usual
         return False
     _log.warning(
@@ -43,6 +38,24 @@ def fits(plan: LoadPlan, device_map: DeviceMap) -> bool:
         format_bytes(size), device, format_bytes(room),
     )  # fmt: skip
     return True
+
+
+def weight_bytes(plan: LoadPlan) -> int:
+    """What the weights take on their device, without the rounding of `--quantize`; 0 if the files have unusual names.
+
+    Raises ModelError if they cannot be had.
+    """
+    plan = replace(plan, source=reachable_source(plan.source, plan.revision))
+    try:
+        if is_gguf(plan.source):
+            return sum(path.stat().st_size for path in gguf_paths(plan.source, plan.revision))
+        tensors = _stored(plan)
+    except OSError as error:
+        raise ModelError(f"Cannot load {plan.source}: {first_sentence(error)}") from error
+    config = read_model_config(model_folder(plan.source, plan.revision))
+    kinds = [part.get(key) for part in (config, config.get("text_config") or {}) for key in ("dtype", "torch_dtype")]
+    kind = choose_dtype(plan.dtype, next(filter(None, kinds), None), plan.device)
+    return sum(one.num_elements * kind.itemsize if "F" in one.dtype else one.num_bytes for one in tensors)
 
 
 def check_weights_fit(plan: LoadPlan, config: Any, dtype: torch.dtype) -> None:
