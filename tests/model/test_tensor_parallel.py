@@ -5,6 +5,7 @@ The processes are threads here, joined by gloo; `tests/engine/test_followers.py`
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -29,8 +30,8 @@ from cbatch.runtime.process_group import ProcessGroup
 from tests.support.adapters import draw_adapter, save_adapter
 from tests.support.architectures import CLASSES, VARIANTS, WITHOUT_CAUSAL_CLASS
 from tests.support.process_groups import together
-from tests.support.programs import error_of, expected_logits, logits_in_chunks, saved_model, typical_error
-from tests.support.published_configs import FAST, names, path_of, published
+from tests.support.programs import CHUNKS, error_of, expected_logits, logits_in_chunks, saved_model, typical_error
+from tests.support.published_configs import EXPECTED, FAST, published
 from tests.support.samples import sampled
 
 pytest.importorskip("triton", reason="a model for a GPU is imported with its kernels")
@@ -153,7 +154,10 @@ def whole_rows(weight: Weight) -> int:
     return shape[-1] if weight.transpose else shape[0]
 
 
-@pytest.mark.parametrize("name", sampled([one for one in names() if path_of(one) == FAST], 8))
+PUBLISHED = [name for name, path in json.loads(EXPECTED.read_text(encoding="utf-8")).items() if path == FAST]
+
+
+@pytest.mark.parametrize("name", sampled(PUBLISHED, 8))
 def test_published_models_are_shared_evenly(name: str) -> None:
     """Guards memory: each of four processes has a quarter of a published model's weights, or a sixth more than that."""
     program = read_program(without_quantization(published(name)))
@@ -192,3 +196,18 @@ def test_heads_of_each_process(heads: int, groups: int, size: int, grain: int, e
     assert [query for one in own for query in one.queries] == list(range(heads))
     for one in own:
         assert {query * groups // heads for query in one.queries} == set(one.keys)
+
+
+def test_two_sums_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the time of a step: one sum after attention and one after the feed-forward part, and one before."""
+    counted = []
+    all_reduce = ProcessGroup.all_reduce
+
+    def counting(group: ProcessGroup, part: Tensor) -> None:
+        counted.append(group.rank)
+        all_reduce(group, part)
+
+    monkeypatch.setattr(ProcessGroup, "all_reduce", counting)
+    logits_of_all("llama", 2)
+    steps, layers = len(CHUNKS) - 1, len(read_program(saved_model("llama").config).caches)
+    assert counted.count(0) == counted.count(1) == steps * (1 + 2 * layers)

@@ -26,7 +26,7 @@ from cbatch.model.weight import RESIDUAL, Matrix, Norm, Weight
 from cbatch.runtime.kv_cache import LayerShape
 from cbatch.runtime.state_pool import StateShape
 
-MADE_GRAIN = 16
+_LEAST_GRAIN = 16
 """Numbers of a row that are not separated: what the kernels of a GPU read together."""
 
 Made = Callable[[], Sequence[Operation]]
@@ -76,9 +76,9 @@ class Columns:
     def __init__(self, width: int) -> None:
         self.width = width
         self.chosen: Tensor | None = None
-        self.grain = MADE_GRAIN
+        self.grain = _LEAST_GRAIN
         """Columns that belong together, if a process may have any."""
-        self._is_needed_whole = False
+        self._is_needed_whole = self._is_summed = False
         self._needed: list[Callable[[], Tensor | None]] = []
 
     def need_all(self) -> None:
@@ -89,7 +89,8 @@ class Columns:
         self._needed.append(find)
 
     def need_any(self, grain: int) -> None:
-        """Any share of the columns will do, in parts of so many."""
+        """Any share of the columns will do, in parts of so many, if no other process has any of them."""
+        self._is_summed = True
         self.grain = math.lcm(self.grain, grain)
 
     @property
@@ -99,11 +100,12 @@ class Columns:
 
     def take(self, share: Tensor | None = None) -> Tensor | None:
         """Decides on the columns: those that are needed, or else a share that the process can compute."""
-        found = [find() for find in self._needed]
         if self.may_be_shared:
             self.chosen = share
-        elif not self._is_needed_whole and found and all(one is not None for one in found):
-            self.chosen = torch.unique(torch.cat([one for one in found if one is not None]))
+        elif not self._is_needed_whole and not self._is_summed:
+            found = [find() for find in self._needed]
+            if all(one is not None for one in found):
+                self.chosen = torch.unique(torch.cat([one for one in found if one is not None]))
         return self.chosen
 
     def places_of(self, columns: Tensor) -> Tensor:
