@@ -19,15 +19,16 @@ import torch
 from numpy.typing import NDArray
 
 from cbatch.attention.base import CapturableAttention, GraphBuffers
-from cbatch.kernels.operands import Recurrence
+from cbatch.kernels.operands import AdapterRows, Recurrence
 from cbatch.model.base import CapturableModel, DeviceInputs, HiddenStates
+from cbatch.model.lora.device import in_order
 from cbatch.runtime.batch import Logits, RaggedBatch, SampledOnDevice
 from cbatch.runtime.device import pins_memory
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.memory import is_out_of_memory
 from cbatch.runtime.process_group import ProcessGroup
 from cbatch.runtime.state_pool import StatePool
-from cbatch.runtime.transfer import pack, padded
+from cbatch.runtime.transfer import pack, packed_size, padded, unpack
 from cbatch.sample.sampler import PARAM_WORDS, Sampler
 from cbatch.schedule.limits import StepLimits
 
@@ -142,6 +143,27 @@ class _RecurrenceBuffers:
         self._words.view(torch.uint8).copy_(packed, non_blocking=True)
 
 
+class _AdapterBuffers:
+    """Where a captured step finds the adapters of its tokens: always in the same tensors, `rows`."""
+
+    def __init__(self, tokens: int, device: torch.device) -> None:
+        self._room = [np.empty(tokens, np.int32)] * 2
+        self._packed = torch.zeros(packed_size(self._room), dtype=torch.uint8, device=device)
+        self.rows = AdapterRows(*unpack(self._packed, self._room))
+        self._has_any = False
+
+    def fill(self, adapters: NDArray[np.int64] | None) -> None:
+        """Overwrites them, by one copy; tokens after the last have none."""
+        if adapters is None:
+            if self._has_any:
+                self._packed.zero_()
+        else:
+            arrays = in_order(padded(adapters, len(self._room[0])))
+            packed = pack(arrays, self._room, pin=pins_memory(self._packed.device))
+            self._packed[: len(packed)].copy_(packed, non_blocking=True)
+        self._has_any = adapters is not None
+
+
 @dataclass(frozen=True, slots=True)
 class _CapturedStep:
     """A captured step of so many tokens, and where its inputs are."""
@@ -149,7 +171,20 @@ class _CapturedStep:
     size: int
     buffers: GraphBuffers
     recurrence: _RecurrenceBuffers | None
+    adapters: _AdapterBuffers | None
     replay: Run
+
+    def holds(self, batch: RaggedBatch) -> bool:
+        """Whether a step fits."""
+        return self.buffers.holds(batch) and (batch.adapters is None or self.adapters is not None)
+
+    def fill(self, batch: RaggedBatch) -> None:
+        """Overwrites the inputs with those of a step."""
+        self.buffers.fill(batch)
+        if self.recurrence is not None:
+            self.recurrence.fill(batch)
+        if self.adapters is not None:
+            self.adapters.fill(batch.adapters)
 
 
 class _Shared:
@@ -253,12 +288,10 @@ class StepGraphs:
         tokens, shared = len(batch.ids), self._shared
         decode = self._find(self._decode, tokens) if tokens == len(batch.stops) else None
         step = decode or self._find(self._mixed, tokens)
-        if shared is None or step is None or not step.buffers.holds(batch):
+        if shared is None or step is None or not step.holds(batch):
             return None
         buffers, count = step.buffers, len(batch.rows)
-        buffers.fill(batch)
-        if step.recurrence is not None:
-            step.recurrence.fill(batch)
+        step.fill(batch)
         if decode is None:
             step.replay()
             out = shared.logits[:count] if count <= len(shared.logits) else None
@@ -313,6 +346,8 @@ class StepGraphs:
         if state_pool is not None:
             recurrence = _RecurrenceBuffers(sequences, size, model.device, is_decode=is_decode)
             inputs = inputs._replace(recurrence=recurrence.recurrence, states=state_pool.tensors)
+        adapters = _AdapterBuffers(size, model.device)
+        inputs = inputs._replace(adapters=model.adding(adapters.rows))
         shared, samples = self._shared, self._samples
         hidden = HiddenStates(*(part[:size] for part in shared.hidden))
         logits, words, tokens, largest = (
@@ -327,7 +362,7 @@ class StepGraphs:
                     sampler.sample_on_device(logits, words, tokens, largest)
 
         run()
-        return _CapturedStep(size, buffers, recurrence, capture(run))
+        return _CapturedStep(size, buffers, recurrence, adapters if inputs.adapters else None, capture(run))
 
 
 _MAX_STREAMS = 32

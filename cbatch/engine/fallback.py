@@ -64,9 +64,7 @@ def check_batch_invariant(model: Model, attention: AttentionBackend) -> None:
     reason = "operations of torch compute the layers of this model"
     if isinstance(model, CudaModel) and model.ops.batch_invariant:
         reason = "operations of torch compute attention"
-        if model.has_adapters:
-            reason = "operations of torch compute the LoRA adapters"
-        elif model.states:
+        if model.states:
             reason = "the kernels for the recurrent layers of this model round a prompt as it is cut"
     raise ConfigError(
         f"--deterministic cannot be promised: {reason} on {model.device}. Leave it out, or choose a model with a fast "

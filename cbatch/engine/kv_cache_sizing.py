@@ -342,7 +342,7 @@ class MemoryProfiler:
         """Chunks start .. stop-1; a token is sampled after each."""
         chunks = []
         for number, (start, stop) in enumerate(bounds):
-            request = Request(params=_ALL_FEATURES, max_new_tokens=1, seed=number)
+            request = Request(params=_ALL_FEATURES, max_new_tokens=1, seed=number, adapter_number=1)
             sequence = TokenSequence(number, self._ids, request, guide=_ANY_TOKEN)
             sequence.counts = counts_for(_ALL_FEATURES, [])
             if sequence.counts is not None:

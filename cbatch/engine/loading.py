@@ -87,10 +87,7 @@ def load_execution(
         tell_float8(model)
     if plan.part.size > 1 and not is_accelerator(plan.device):  # the kernels of a CPU take whole models
         config = replace(config, attention="reference")
-    execution = choose_execution(config, model)
-    if adapters:
-        execution = replace(execution, model=execution.model.with_adapters(adapters))
-    return loaded, execution, adapters
+    return loaded, choose_execution(config, model.with_adapters(adapters) if adapters else model), adapters
 
 
 def choose_devices(config: EngineConfig, plan: LoadPlan) -> list[torch.device]:

@@ -152,9 +152,7 @@ class ModelRunner:
     def _forward(self, batch: RaggedBatch) -> Logits:
         if batch.states is not None:
             batch.states.prepare()
-        # Captured steps have no adapters.
-        graphs = self._graphs if batch.adapters is None else None
-        if graphs is not None and (logits := graphs.forward(batch)) is not None:
+        if self._graphs is not None and (logits := self._graphs.forward(batch)) is not None:
             return logits
         return self.model.forward(batch, self.kv_cache, self.attention)
 

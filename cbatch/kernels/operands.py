@@ -94,3 +94,34 @@ class Recurrence(NamedTuple):
     snapshot_counts: Tensor
     snapshot_slots: Tensor
     longest: int
+
+
+ADAPTED_COLUMNS = 64
+"""Columns of a tile of `AdapterWeights`."""
+
+
+class AdapterWeights(NamedTuple):
+    """What LoRA adapters add to the product of a matrix [columns, depth], each by two matrices of low rank.
+
+    slots:  [adapters + 1] int32, which matrices the adapter of each number has; -1 for none, as number 0
+    down:   [slots, ranks, depth], and up: [slots, columns, width], both zero where an adapter has a lower rank
+    ranges: first column, the one after the last, and first of the `width` ranks that are added to these columns
+    tiles:  [N, 3] int32, the ranges in pieces of at most `ADAPTED_COLUMNS` columns
+    """
+
+    slots: Tensor
+    down: Tensor
+    up: Tensor
+    ranges: tuple[tuple[int, int, int], ...]
+    tiles: Tensor
+
+
+class AdapterRows(NamedTuple):
+    """The T tokens of a step by their adapters, those without one last.
+
+    order:   [T] int32, rows of the step
+    numbers: [T] int32, number of the adapter of each from 1 on, or 0
+    """
+
+    order: Tensor
+    numbers: Tensor

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cbatch.attention.base import AttentionBackend, CapturableAttention
-from cbatch.kernels.operands import Recurrence
+from cbatch.kernels.operands import AdapterRows, Recurrence
 from cbatch.model.lora_files import Adapter
 from cbatch.runtime.batch import Logits, RaggedBatch
 from cbatch.runtime.kv_cache import KVCache, LayerShape
@@ -46,7 +46,7 @@ class DeviceInputs(NamedTuple):
 
     recurrence: where the step's chunks have the states of recurrent layers; None for a model without such layers
     states:     each of these states [slots, *shape]
-    adapters:   None if no token of the step has one; a captured step has none
+    adapters:   None if no token of the step has one
     """
 
     input_ids: Tensor
@@ -98,6 +98,9 @@ class CapturableModel(Protocol):
 
     def run_head(self, hidden: HiddenStates, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """The second part: logits [R, vocabulary] float32 of the tokens `rows` [R], in `out` if it is given."""
+
+    def adding(self, rows: AdapterRows) -> AddAdapters | None:
+        """What adds its adapters to the tokens of a step; None if it has none that are added in a captured one."""
 
 
 class Model(Protocol):

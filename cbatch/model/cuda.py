@@ -19,12 +19,12 @@ from torch import Tensor
 from cbatch.attention.base import AttentionBackend
 from cbatch.base.quantization import STORED, Quantization
 from cbatch.kernels.formats import ON_GPU
-from cbatch.kernels.operands import Addend, Recurrence
-from cbatch.model.base import DeviceInputs, HiddenStates
+from cbatch.kernels.operands import AdapterRows, Addend, Recurrence
+from cbatch.model.base import AddAdapters, DeviceInputs, HiddenStates
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.device_weights import DeviceWeights
 from cbatch.model.float8 import Float8Use, activations_in, float8_problem
-from cbatch.model.lora.device import DeviceAdapters
+from cbatch.model.lora.device import DeviceAdapters, rows_on
 from cbatch.model.lora.sites import sites_of
 from cbatch.model.lora_files import Adapter
 from cbatch.model.ops.device_kernel import DeviceOps, by_triton
@@ -101,6 +101,7 @@ class CudaModel(ProgramModel):
         self.weight_bytes = sum(weight.nbytes for weight in weights.loaded)
         self.linear_cost = self.program.linear_cost(sum(matrix.nbytes for matrix in weights.matrices))
         self._adapters: DeviceAdapters | None = None
+        self.num_adapters = 0
         if quantize is not None:
             activations = "fp8" if self.float8.rounded else activations_in(dtype)
             self.quantization = Quantization(quantize.weights, activations)
@@ -123,6 +124,7 @@ class CudaModel(ProgramModel):
     def with_adapters(self, adapters: Sequence[Adapter]) -> CudaModel:
         model = copy(self)
         model._adapters = DeviceAdapters(sites_of(self.program, adapters), self.dtype, self.device)
+        model.num_adapters = len(adapters)
         return model
 
     def as_batch_invariant(self) -> CudaModel:
@@ -131,23 +133,22 @@ class CudaModel(ProgramModel):
 
     @property
     def batch_invariant(self) -> bool:
-        """Adapters are not, nor recurrent layers, which go tile by tile in prompts and token by token afterwards."""
-        return self.ops.batch_invariant and not self.states and not self.has_adapters
-
-    @property
-    def has_adapters(self) -> bool:
-        return self._adapters is not None
+        """Recurrent layers are not: they go tile by tile in prompts and token by token afterwards."""
+        return self.ops.batch_invariant and not self.states
 
     @property
     def capturable(self) -> CudaModel:
         return self
 
+    def adding(self, rows: AdapterRows) -> AddAdapters | None:
+        return None if self._adapters is None else self._adapters.adding(self.ops, rows)
+
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch, kv_cache: KVCache, attention: AttentionBackend) -> Logits:
         metadata = attention.prepare(batch, kv_cache.block_size)
         inputs = DeviceInputs(batch.input_ids, batch.position_ids, batch.slot_mapping)
-        if self._adapters is not None and batch.adapters is not None:
-            inputs = inputs._replace(adapters=self._adapters.step(batch.adapters))
+        if batch.adapters is not None:
+            inputs = inputs._replace(adapters=self.adding(rows_on(self.device, batch.adapters)))
         if batch.states is not None:
             inputs = inputs._replace(recurrence=_recurrence_of(batch), states=batch.states.pool.tensors)
         return Logits(self.run_head(self.run_layers(inputs, metadata, kv_cache, attention), batch.logit_rows))

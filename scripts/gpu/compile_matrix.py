@@ -32,12 +32,12 @@ KV_DTYPES = ("auto", "fp8")
 SPILLS = {
     ("_prefill_kernel", 100, 256): 8, ("_gated_delta_tile_kernel", 120, 0): 48,
     ("_selective_scan_tile_kernel", 120, 0): 24, ("_expert_linear_kernel", 120, 0): 8,
-    ("_prefill_kernel", 120, 0): 32,
+    ("_prefill_kernel", 120, 0): 32, ("_expand_kernel", 100, 0): 8,
 }  # fmt: skip
 """Bytes that a kernel may spill, by its chip and head size. The 8 of attention are 2 KiB for all threads of a program,
 if each tile of keys and values costs them, beside the 32 KiB of the tile; smaller tiles would cost more. Recurrent
 layers have the smallest tiles that matrix units take. Those of experts are of prompts, and with weights of 4 bits. The
-32 of attention are of `--deterministic`, which masks every tile of keys."""
+32 of attention are of `--deterministic`, which masks every tile of keys. Those of adapters are of prompts."""
 
 
 class Case(NamedTuple):
@@ -222,10 +222,30 @@ def launch_rest(case: Case, dtype: Any) -> None:
     ops.select_and_norm(residual, addends, ids, norm, 1.0, added)
     up, out = torch.empty(3, 2 * INNER, dtype=dtype), torch.empty(3, INNER, dtype=dtype)
     ops.activate(up, Activation("silu"), out)
+    add_adapters(case, dtype)
     sampler = Sampler(torch.device("cpu"), kernel=True)
     for kind in (torch.float32, dtype):
         logits = torch.empty(3, VOCABULARY, dtype=kind)
         sampler.sample_on_device(logits, torch.zeros(3, PARAM_WORDS, dtype=torch.int32))
+
+
+def add_adapters(case: Case, dtype: Any) -> None:
+    """Adapters of few ranks and of many, for few rows and for many."""
+    import torch
+
+    from cbatch.kernels.operands import AdapterRows
+    from cbatch.model.lora.device import adapter_weights
+    from cbatch.model.lora.sites import Site
+    from cbatch.model.lora_files import LowRank
+
+    ops = layer_ops(case)
+    for rank in (16, 64, 256):
+        both = LowRank(torch.empty(rank, HIDDEN), torch.empty(INNER, rank))
+        weights = adapter_weights([Site(0, INNER, (both,))], dtype, torch.device("cpu"))
+        for rows in (3, 300):
+            numbers = torch.zeros(rows, dtype=torch.int32)
+            source, out = torch.empty(rows, HIDDEN, dtype=dtype), torch.empty(rows, INNER, dtype=dtype)
+            ops.add_adapters(source, AdapterRows(numbers, numbers), weights, out)
 
 
 def launch_families(case: Case, dtype: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -78,7 +79,7 @@ def test_no_step_waits_for_the_device(config: dict[str, Any], device: FakeCuda) 
 
 
 def test_adapters_do_not_wait_for_the_device(device: FakeCuda, tmp_path: Path) -> None:
-    """Guards steps with several adapters, which each waited for a copy of the rows of an adapter."""
+    """Guards steps with several adapters, which left the graphs and waited for a copy of the rows of each."""
     saved = saved_model("llama")
     folders = {
         name: str(save_adapter(tmp_path / name, draw_adapter(saved.network, seed=seed)))
@@ -88,12 +89,15 @@ def test_adapters_do_not_wait_for_the_device(device: FakeCuda, tmp_path: Path) -
     loaded = LoadedModel("llama", lambda: None, None, SamplingParams(), frozenset(), fast_model=model)
     engine = SteppingEngine(EngineConfig(device="cuda", max_seqs=8, kv_blocks=60, lora=folders), loaded)
     asked: list[dict[str, Any]] = [{}, {"lora": "one"}, {"lora": "other"}]
+    captured = Counter(device.launches)
+    assert captured["_shrink_kernel"] == captured["_expand_kernel"] > 0
     with device.no_waits():
         for number in range(6):
             engine.add([1 + number] * 20, SamplingParams(max_tokens=8, ignore_eos=True, **asked[number % 3]))
         while engine.has_work:
             engine.step()
     assert engine.attention == "triton" and engine.stats().num_steps >= 8
+    assert device.launches["_shrink_kernel"] == captured["_shrink_kernel"], "a step with adapters was not replayed"
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

@@ -39,6 +39,7 @@ from cbatch.model.ops.device_kernel import KERNELS, by_torch
 from cbatch.runtime.kv_cache import FP8, LayerShape, as_bytes
 from cbatch.sample.sampler import Sampler
 from scripts.benchmarks.models import in_float8
+from tests.support.adapters import LINEARS, drawn_adapters
 from tests.support.cuda_model import DEVICE, model_of
 from tests.support.float8 import NO_FLOAT8
 from tests.support.kernel_faults import replace_kernel
@@ -201,7 +202,7 @@ def model_for(name: str) -> Any:
     if name in FAMILY_OF:
         return family_model(FAMILY_OF[name])
     ways = {"linear": "invariant", "float8_linear": "fp8", "quantized_linear": "int8", "look_up": "int8"}
-    return tiny_model(ways.get(name, "plain"))
+    return tiny_model((ways | {"add_adapters": "adapted"}).get(name, "plain"))
 
 
 @cache
@@ -219,6 +220,8 @@ def tiny_model(way: str) -> Any:
     network = make_network("qwen3", **sizes)
     quantize = Quantization("int8") if way == "int8" else None
     model = CudaModel(network.config.to_dict(), network.state_dict(), torch.float32, DEVICE, quantize=quantize)
+    if way == "adapted":
+        return model.with_adapters(drawn_adapters(network, LINEARS, LINEARS[1:]))
     return model.as_batch_invariant() if way == "invariant" else model
 
 
@@ -257,6 +260,18 @@ def test_wrong_layer_kernels_are_seen(name: str, argument: str | None, monkeypat
 
     replace_kernel(monkeypatch, name, wrong)
     assert any(name in check.name and not check.agrees for check in LayerChecks(model_for(name), 16).run())
+
+
+def test_whole_steps_have_adapters() -> None:
+    """Guards the check of whole steps, also of captured ones: a model that forgets its adapters gives other logits."""
+    plain, adapted = tiny_model("plain"), tiny_model("adapted")
+    expected = ExpectedSteps.of(adapted.with_ops(by_torch()), 16)
+    adapted, attention = adapted.with_ops(by_torch(heads_first=True)), TritonAttention(DEVICE)
+    assert expected.check("a whole step", adapted, attention).agrees
+    assert not expected.check("a whole step", plain.with_ops(adapted.ops), attention).agrees
+    sampler = Sampler(DEVICE, kernel=True)
+    assert expected.check_captured(adapted, attention, sampler, AT_ONCE).agrees
+    assert not expected.check_captured(plain.with_ops(adapted.ops), attention, sampler, AT_ONCE).agrees
 
 
 @pytest.mark.slow

@@ -22,7 +22,8 @@ ATTENTION = {
 }  # fmt: skip
 ALL = ATTENTION | {
     "_activate_kernel", "_choose_kernel", "_combine_experts_kernel", "_expert_linear_kernel", "_finish_logits_kernel",
-    "_gate_kernel", "_norm_kernel", "_normalize_kernel", "_place_kernel", "_route_kernel", "_scan_kernel",
+    "_expand_kernel", "_gate_kernel", "_norm_kernel", "_normalize_kernel", "_place_kernel", "_route_kernel",
+    "_scan_kernel", "_shrink_kernel",
 }  # fmt: skip
 RECURRENCE = {
     "_convolve_kernel", "_gated_delta_kernel", "_gated_delta_tile_kernel",

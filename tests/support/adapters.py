@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from cbatch.model.lora_files import Adapter, LowRank
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -48,6 +51,20 @@ def save_adapter(folder: Path, tensors: dict[str, Tensor], **settings: Any) -> P
     (folder / "adapter_config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "adapter_model.safetensors")
     return folder
+
+
+def drawn_adapters(network: Any, *targets: tuple[str, ...]) -> list[Adapter]:
+    """Adapters in memory, each of other linears and another rank."""
+    found = []
+    for number, names in enumerate(targets):
+        tensors = draw_adapter(network, names, rank=3 + number, seed=number)
+        pairs = {name.removeprefix("base_model.model.").partition(".lora_")[0]: name for name in tensors}
+        modules = {
+            module: LowRank(*(tensors[re.sub("lora_[AB]", f"lora_{one}", name)] for one in "AB"))
+            for module, name in pairs.items()
+        }
+        found.append(Adapter(f"adapter {number}", modules))
+    return found
 
 
 def merged_by_peft(network: Any, folder: Path) -> Any:

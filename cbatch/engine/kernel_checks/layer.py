@@ -29,11 +29,12 @@ from cbatch.engine.kernel_checks.made_up_steps import (
     draw,
     empty_cache,
     empty_states,
+    made_up_adapters,
     made_up_states,
     num_blocks,
     ragged_batch,
 )
-from cbatch.kernels.operands import Addend, Embedding, Positions, Recurrence, Routing
+from cbatch.kernels.operands import AdapterRows, Addend, Embedding, Positions, Recurrence, Routing
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.model.base import HiddenStates
 from cbatch.model.cuda import CudaModel
@@ -97,6 +98,11 @@ class KernelCall:
         """Which argument holds the states of a recurrent layer; the next is the `Recurrence`, and then comes `out`."""
         names = self.kernel.parameters
         return names.index("state") if "state" in names else None
+
+    @property
+    def is_low_rank(self) -> bool:
+        """Whether it multiplies with adapters: then it reads and writes rows longer than it multiplies them."""
+        return any(isinstance(one, AdapterRows) for one in self.arguments)
 
     def bytes_per_token(self) -> int:
         """The bytes that it reads and writes for each token, without weights and small numbers."""
@@ -202,7 +208,7 @@ def noted_calls(model: CudaModel, block_size: int, kv_dtype: torch.dtype | None)
     kv_cache = empty_cache(attention, model.layers, blocks, block_size, model.dtype, model.device)
     if model.states:
         batch = replace(batch, states=made_up_states(empty_states(model, len(CHUNKS)), batch))
-    model.with_ops(noting).forward(batch, kv_cache, attention)
+    model.with_ops(noting).forward(made_up_adapters(model, batch), kv_cache, attention)
     slots = torch.arange(len(batch.ids), device=model.device) + block_size - 2
     slots[len(slots) // 2] = -1
     for call in noting.calls.values():
@@ -295,9 +301,10 @@ class LayerChecks:
             grown = call.over_chunks([(1, 0)] * sequences, self._draw)
             return Workload(partial(grown.run, ops), bytes_read=size * sequences)
         size = call.bytes_per_token()
-        tokens = _PRODUCT_TOKENS if call.kernel.is_product else max(self.workload_bytes // size, 1)
+        has_flops = call.kernel.is_product and not call.is_low_rank
+        tokens = _PRODUCT_TOKENS if has_flops else max(self.workload_bytes // size, 1)
         grown = self._grown(call, tokens)
-        if not call.kernel.is_product:
+        if not has_flops:
             return Workload(partial(grown.run, ops), bytes_read=size * tokens)
         # All products end with the rows of the result, which are as long as a matrix has columns.
         out = next(one for one in reversed(grown.arguments) if isinstance(one, Tensor))
@@ -323,6 +330,11 @@ class LayerChecks:
             return numbers.to(tensor.dtype)
 
         grown = call.with_tensors(grow)
+        if call.is_low_rank:
+            all_rows = torch.arange(tokens, dtype=torch.int32, device=self.model.device)
+            one_adapter = AdapterRows(all_rows, torch.ones_like(all_rows))
+            changed = (one_adapter if isinstance(one, AdapterRows) else one for one in grown.arguments)
+            return replace(grown, arguments=tuple(changed))
         if routing is None:
             return grown
         chosen = torch.arange(tokens * scale, device=self.model.device) % len(routing.counts)  # about as many of each

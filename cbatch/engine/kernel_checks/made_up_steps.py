@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from cbatch.attention.base import AttentionBackend
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
 from cbatch.model.base import Model
+from cbatch.model.cuda import CudaModel
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.kv_cache import U8, KVCache, LayerShape
 from cbatch.runtime.state_pool import StatePool, StepStates
@@ -81,6 +83,12 @@ def made_up_states(pool: StatePool, batch: RaggedBatch) -> StepStates:
     snapshots = np.full(count, -1)
     snapshots[0] = pool.num_slots - 1
     return StepStates(pool, np.arange(1, 2 * count, 2), np.ones(count, np.int64), snapshots)
+
+
+def made_up_adapters(model: Model, batch: RaggedBatch) -> RaggedBatch:
+    """The step with adapters for some of its tokens, if the model has any on the path of a GPU."""
+    count = model.num_adapters if isinstance(model, CudaModel) else 0
+    return replace(batch, adapters=np.arange(len(batch.ids)) % (count + 1)) if count else batch
 
 
 def made_up_sequences(params: Sequence[SamplingParams], seeds: Iterable[int]) -> list[TokenSequence]:

@@ -21,6 +21,7 @@ from cbatch.engine.kernel_checks.kernel_check import KernelCheck, Workload, prod
 from cbatch.engine.kernel_checks.made_up_steps import (
     empty_cache,
     empty_states,
+    made_up_adapters,
     made_up_sequences,
     made_up_states,
     num_blocks,
@@ -163,6 +164,7 @@ class StepRunner:
     def batch(self, step: int) -> RaggedBatch:
         model, size = self.model, self.kv_cache.block_size
         batch = ragged_batch(self._steps[step], size, model.device, model.vocab_size, self._lengths)
+        batch = made_up_adapters(model, batch)
         return batch if self.state_pool is None else replace(batch, states=made_up_states(self.state_pool, batch))
 
     def run(self) -> list[Tensor]:

@@ -50,12 +50,12 @@ class Tile(NamedTuple):
     @classmethod
     def of_numbers(cls, dtype: torch.dtype, capability: int) -> Tile:
         """It depends on the type and the chip alone.  capability: of the chip, 90 for 9.0"""
-        return cls(32, 32, 32, 4, 2) if _has_no_units(dtype, capability) else cls(64, 64, 64, 4, 4)
+        return cls(32, 32, 32, 4, 2) if has_no_units(dtype, capability) else cls(64, 64, 64, 4, 4)
 
     @classmethod
     def of_packed(cls, rows: float, dtype: torch.dtype, capability: int) -> Tile:
         """With few rows, there are as many programs as possible, each of which reads much ahead."""
-        if _has_no_units(dtype, capability):
+        if has_no_units(dtype, capability):
             return cls(16, 32, 1, 4, 2) if rows <= 32 else cls(32, 32, 1, 4, 2)
         if rows <= 16:
             return cls(16, 32, 4, 4, 3)
@@ -69,14 +69,14 @@ class Tile(NamedTuple):
         """For numbers, and so many rows of an expert on average. With few, a tile is a long piece of the matrix, which
         is read once; with many, it is a square that reuses what it has read.
         """
-        if _has_no_units(dtype, capability):
+        if has_no_units(dtype, capability):
             return cls(16, 32, 32, 4, 2) if rows <= 32 else cls(32, 32, 32, 4, 2)
         if rows <= 16:
             return cls(16, 64, 128, 4, 3)
         return cls(64, 64, 64, 4, 4) if rows <= 64 else cls(128, 128, 64, 8, 3)
 
 
-def _has_no_units(dtype: torch.dtype, capability: int) -> bool:
+def has_no_units(dtype: torch.dtype, capability: int) -> bool:
     return dtype == torch.float32 or capability < 80
 
 

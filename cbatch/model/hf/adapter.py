@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from cbatch.attention.base import AttentionBackend, CapturableAttention
 from cbatch.base.errors import ModelError
+from cbatch.kernels.operands import AdapterRows
 from cbatch.kernels.products import multiply_logits
 from cbatch.model.base import DeviceInputs, HiddenStates, LinearCost
 from cbatch.model.hf.attention_calls import (
@@ -358,6 +359,9 @@ class CapturableNetwork:
         else:
             logits = self.finish(self.head(chosen).float())
         return logits if out is None else out.copy_(logits)
+
+    def adding(self, rows: AdapterRows) -> None:
+        """Adapters are added to modules by hooks, which know their tokens on the host."""
 
 
 def _finish_of(product: Tensor, expected: Tensor, softcap: float | None, tolerance: float) -> Finish | None:

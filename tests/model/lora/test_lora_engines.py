@@ -8,7 +8,6 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,15 +164,41 @@ def test_company_changes_no_bit(form: str, folder: Path) -> None:
     assert tokens_of(outputs) == [[one.token_id for one in logprobs] for logprobs in together[: len(PROMPTS)]]
 
 
-def test_steps_with_adapters_are_not_replayed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards CUDA graphs, which were captured without adapters and would leave them out."""
-    case, offered = make_case("llama", folder), list[Any]()
-    engine = case.engine(case.fast())
-    graphs = SimpleNamespace(problem="", forward=lambda batch: offered.append(batch.adapters))
-    monkeypatch.setattr(engine.runner, "_graphs", graphs)
-    assert tokens_of(run(engine)) == case.expected and not offered
-    generate(engine, PROMPTS, SamplingParams(max_tokens=TOKENS))
-    assert offered and not any(adapters is not None for adapters in offered)
+@pytest.mark.slow
+def test_captured_steps_equal_peft(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards graphs, which leave adapters out if their numbers are not filled, and keep those of the step before."""
+    pytest.importorskip("triton", reason="a model for a GPU is imported with its kernels")
+    from tests.engine.test_cuda_graphs import Repeated, engine_with_graphs
+    from tests.support.cuda_model import model_of
+
+    case, capture = make_case("llama", folder), Repeated()
+    engine = engine_with_graphs(monkeypatch, model_of(case.network), capture, lora=case.lora, kv_blocks=60)
+    outputs = run(engine)
+    assert tokens_of(outputs) == case.expected and capture.replayed == engine.stats().num_steps
+    plain = generate(engine, PROMPTS, SamplingParams(max_tokens=TOKENS))
+    assert tokens_of(plain) == case.expected[: len(PROMPTS)]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("placeless_products")
+def test_company_changes_no_bit_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `--deterministic` with adapters: log-probabilities alone, and beside others in small steps."""
+    pytest.importorskip("triton", reason="a model for a GPU is imported with its kernels")
+    from cbatch.attention.triton import TritonAttention
+    from tests.support.cuda_model import DEVICE, engine_around, model_of
+
+    case = make_case("llama", folder)
+
+    def results(asked: list[tuple[list[int], str]], **config: Any) -> list[Any]:
+        attention = TritonAttention(DEVICE, batch_invariant=True)
+        engine = engine_around(
+            monkeypatch, model_of(case.network), attention, lora=case.lora, deterministic=True, **config
+        )
+        params = [SamplingParams(max_tokens=3, logprobs=1, lora=name) for _, name in asked]
+        return [output.logprobs for output in generate(engine, [prompt for prompt, _ in asked], params)]
+
+    asked = [(PROMPTS[1], name) for name in NAMES]
+    assert results(asked, max_batch_tokens=7) == [found for one in asked for found in results([one])]
 
 
 lora_groups = lora_on_cpu._groups
