@@ -13,7 +13,7 @@ from cbatch.api import Engine
 from cbatch.cli.bench import roofline
 from cbatch.cli.common.loading import show_loaded
 from cbatch.cli.main import run_command
-from cbatch.engine import stepping_engine
+from cbatch.engine import loading, stepping_engine
 from cbatch.engine.kernel_checks.kernel_check import KernelCheck, Workload
 from tests.support.command import Command
 from tests.support.gpu_machine import Machine
@@ -81,13 +81,13 @@ def test_a_fallback_is_told(
     command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards users of slow kernels: `info` and `--stats` say why they are slow; without a reason there is no line."""
-    choose = stepping_engine.choose_execution
+    choose = loading.choose_execution
     for sentence in ("", "Attention runs by operations of torch."):
 
         def choose_with(*arguments: Any, sentence: str = sentence) -> Any:
             return replace(choose(*arguments), fallback=sentence)
 
-        monkeypatch.setattr(stepping_engine, "choose_execution", choose_with)
+        monkeypatch.setattr(loading, "choose_execution", choose_with)
         options = ["--kv-blocks", "10", "--device", "cpu"]
         assert run_command(["info", "-m", str(command.model), *options]) == 0
         shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fallback")]

@@ -15,7 +15,7 @@ import torch
 from cbatch.attention.reference import ReferenceAttention
 from cbatch.base.config import EngineConfig
 from cbatch.base.params import SamplingParams
-from cbatch.engine import stepping_engine
+from cbatch.engine import loading
 from cbatch.engine.kernel_checks.all_checks import without_kernels
 from cbatch.engine.model_runner import Execution
 from cbatch.engine.stepping_engine import SteppingEngine
@@ -143,8 +143,8 @@ def test_no_rung_waits_for_the_device(
     step_down: Callable[[Execution], Execution], device: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards what an engine steps down to: without kernels it is slower, and waits and mixes devices no more."""
-    choose = stepping_engine.choose_execution
-    monkeypatch.setattr(stepping_engine, "choose_execution", lambda *asked: step_down(choose(*asked)))
+    choose = loading.choose_execution
+    monkeypatch.setattr(loading, "choose_execution", lambda *asked: step_down(choose(*asked)))
     engine = make_engine()
     with device.no_waits():
         run(engine)

@@ -218,7 +218,7 @@ def test_the_memory_of_graphs_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -
 def test_graphs_stop_where_the_memory_of_steps_begins(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the largest step of an engine whose graphs take more than was measured."""
     found: list[Callable[[], bool]] = []
-    monkeypatch.setattr(ModelRunner, "capture_graphs", lambda *arguments: found.append(arguments[-1]))
+    monkeypatch.setattr(ModelRunner, "capture_graphs", lambda *arguments: found.append(arguments[3]))
     make(kv_cache_memory="20%")
     (has_room,) = found
     for left, expected in ((STEP + GRAPH_BYTES, True), (STEP + GRAPH_BYTES - 1, False)):

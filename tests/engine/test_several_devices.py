@@ -17,7 +17,7 @@ from cbatch.attention.registry import PerDeviceAttention
 from cbatch.base.config import EngineConfig
 from cbatch.base.params import SamplingParams
 from cbatch.engine import fallback, kv_cache_sizing
-from cbatch.engine.kv_cache_sizing import make_runner
+from cbatch.engine.kv_cache_sizing import make_runner, measure_cache
 from cbatch.engine.model_runner import Execution
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model.hf.placement import placement_of
@@ -193,7 +193,9 @@ def test_the_scarcest_device_sizes_the_cache(monkeypatch: pytest.MonkeyPatch) ->
     def blocks(**config: Any) -> int:
         options: Any = {"block_size": 4} | config
         limits, execution = StepLimits(8, 64, graphs=False), Execution(model, ReferenceAttention(), sampler, False)
-        runner = make_runner(EngineConfig(**options), execution, limits)
+        engine_config = EngineConfig(**options)
+        measured = measure_cache(engine_config, execution, limits)
+        runner = make_runner(engine_config, execution, limits, measured)
         assert [keys.device for keys in runner.kv_cache.keys] == model.layer_devices
         return runner.num_blocks
 

@@ -96,7 +96,7 @@ def test_the_fast_path_gets_a_dtype_that_its_kernels_have(
     """Guards the fused path, which would compile bfloat16 kernels for a GPU that has none."""
     made: list[torch.dtype] = []
 
-    def make(config: Any, tensors: Any, number: torch.dtype, device: torch.device, *, quantize: None) -> Any:
+    def make(config: Any, tensors: Any, number: torch.dtype, *rest: Any, **options: Any) -> Any:
         made.append(number)
         return object()
 

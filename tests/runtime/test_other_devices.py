@@ -102,6 +102,6 @@ def test_there_is_no_fast_path(device: OtherDevice) -> None:
         raise ModelError("nothing is loaded here")
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ModelError, match="nothing is loaded"):
-        patch.setattr("cbatch.engine.stepping_engine.load_model", load)
+        patch.setattr("cbatch.engine.loading.load_model", load)
         SteppingEngine(EngineConfig(device=device.device.type))
     assert taken == [False] and load_model is not load

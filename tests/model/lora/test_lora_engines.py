@@ -230,7 +230,7 @@ def test_adapters_of_another_model_are_refused_before_it_is_loaded(
     """Guards the minutes that a large model takes to load, and sentences that name what does not fit."""
     model = save_model(tmp_path / "model")
     network = saved_model("llama").network
-    monkeypatch.setattr("cbatch.engine.stepping_engine.load_model", lambda *_, **__: pytest.fail("it is loaded"))
+    monkeypatch.setattr("cbatch.engine.loading.load_model", lambda *_, **__: pytest.fail("it is loaded"))
 
     def refusal(tensors: dict[str, torch.Tensor]) -> str:
         place = save_adapter(tmp_path / "adapter", tensors)
