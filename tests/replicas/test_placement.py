@@ -168,6 +168,19 @@ def test_each_gpu_is_seen_by_one_replica(
     assert asked == ["auto", "cuda", "cuda"]
 
 
+def test_a_replica_may_have_several_gpus(
+    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Guards replicas of a model that is split: each sees so many GPUs, and none of the others'."""
+    machine([str(cpu) for cpu in range(8)])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,1")
+    see_gpus(monkeypatch, tmp_path, devices(5))
+    places = find_places(EngineConfig(tensor_parallel=2), None)
+    assert [place.environment["CUDA_VISIBLE_DEVICES"] for place in places] == ["4,5", "6,7"]
+    with pytest.raises(ConfigError, match="needs 2 GPUs of its own: 3 replicas were asked for"):
+        find_places(EngineConfig(tensor_parallel=2), 3)
+
+
 def test_other_accelerators(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     machine(["0"])
     asked = see_gpus(monkeypatch, tmp_path, devices(2, is_rocm=True))
