@@ -159,10 +159,10 @@ PUBLISHED = [name for name, path in json.loads(EXPECTED.read_text(encoding="utf-
 
 @pytest.mark.parametrize("name", sampled(PUBLISHED, 8))
 def test_published_models_are_shared_evenly(name: str) -> None:
-    """Guards memory: each of four processes has a quarter of a published model's weights, or a sixth more than that."""
+    """Guards memory: each of four processes has a quarter of a published model's weights, times 1.3 at most."""
     program = read_program(without_quantization(published(name)))
     largest = max(numbers_of(shard_of(program, Part(rank, 4), lambda matrices: 32)) for rank in (0, 3))
-    assert largest * 4 < numbers_of(program) * 7 / 6
+    assert largest * 4 < numbers_of(program) * 1.3
 
 
 def numbers_of(program: Program) -> int:
