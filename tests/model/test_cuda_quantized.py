@@ -34,10 +34,13 @@ from cbatch.model.formats.gguf import GgufModel
 from cbatch.model.hf.adapter import TransformersModel
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.ops.device_kernel import by_torch
+from cbatch.model.ops.shards import Part
+from cbatch.runtime.process_group import ProcessGroup
 from tests.support.device import DEVICE, HAS_GPU
 from tests.support.float8 import needs_float8
 from tests.support.gguf_files import gguf_model, write_model
 from tests.support.model_checks import reference_logits
+from tests.support.process_groups import together
 from tests.support.programs import PROMPT, error_of, logits_in_chunks, saved_model, typical_error
 from tests.support.quantized_folders import (
     Encoder,
@@ -180,6 +183,21 @@ def test_folders(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert ("are rounded to int8" in caplog.text) == ("order" in name)
     found = logits_of(model) if name in ("fp8", "mxfp4", "nvfp4") else logits_by_torch(model)
     assert error_of(found, expected_of(network)) < {"gptq, in another order": 0.2, "nvfp4": 2e-2}.get(name, 2e-4)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_parts_of_folders(name: str, tmp_path: Path) -> None:
+    """Guards groups of numbers with one scale that two processes separate, in every format that keeps its integers."""
+    settings, encode, _, kind = FOLDERS[name]
+    write_folder(tmp_path / "model", tiny_model(kind), settings, encode)
+    whole = load_folder(tmp_path / "model")
+
+    def run(group: ProcessGroup) -> tuple[set[str], Tensor]:
+        part = load_folder(tmp_path / "model", part=Part(group.rank, group.size)).in_group(group)
+        return set(kinds_of(part)), logits_by_torch(part)
+
+    for kinds, logits in together(2, run):
+        assert kinds == set(kinds_of(whole)) and typical_error(logits, logits_by_torch(whole)) < 1e-5
 
 
 @pytest.mark.parametrize("way", sampled(product(["qwen2", "gemma2", "mixtral"], ["int8", "int4"]), 3), ids=str)
