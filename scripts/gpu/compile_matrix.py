@@ -30,14 +30,14 @@ SHAPES, ROUTED = ((4096, 4096), (1000, 2880)), (3, 400, 2000)
 PARTS = ("attention", "forms", "rest", "families", "recurrence", "quantized", "quantized_rest", "deterministic")
 KV_DTYPES = ("auto", "fp8")
 SPILLS = {
-    ("_prefill_kernel", 100, 256): 8, ("_gated_delta_tile_kernel", 120, 0): 48,
+    ("_prefill_kernel", 100, 256): 24, ("_gated_delta_tile_kernel", 120, 0): 48,
     ("_selective_scan_tile_kernel", 120, 0): 24, ("_expert_linear_kernel", 120, 0): 8,
     ("_prefill_kernel", 120, 0): 32, ("_expand_kernel", 100, 0): 8,
 }  # fmt: skip
-"""Bytes that a kernel may spill, by its chip and head size. The 8 of attention are 2 KiB for all threads of a program,
-if each tile of keys and values costs them, beside the 32 KiB of the tile; smaller tiles would cost more. Recurrent
-layers have the smallest tiles that matrix units take. Those of experts are of prompts, and with weights of 4 bits. The
-32 of attention are of `--deterministic`, which masks every tile of keys. Those of adapters are of prompts."""
+"""Bytes that a kernel may spill, by its chip and head size. The 24 of attention, 8 without FP8, are 6 KiB for all
+threads of a program, if each tile of keys and values costs them, beside the 32 KiB of the tile; smaller ones cost more.
+Recurrent layers have the smallest tiles that matrix units take. Those of experts are of prompts, and with weights of 4
+bits. The 32 of attention are of `--deterministic`, which masks every tile of keys. Those of adapters are of prompts."""
 
 
 class Case(NamedTuple):

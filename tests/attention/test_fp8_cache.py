@@ -23,11 +23,13 @@ from cbatch.base.errors import ConfigError
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.kernels.triton.attention_decode import DecodeTuning
 from cbatch.kernels.triton.attention_prefill import PrefillTuning
-from cbatch.kernels.triton.attention_tile import from_fp8, to_fp8
+from cbatch.kernels.triton.conversion import from_fp8, to_fp8
 from cbatch.runtime.kv_cache import FP8, FP8_MAX, LayerShape, as_stored
 from tests.attention.test_triton_attention import CASES, CPU, DEVICE, Sequences
+from tests.support.ptx import emulated_ptx
 
 pytestmark = pytest.mark.kernels
+needs_interpreter = pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter executes the PTX of other chips")
 
 
 @triton.jit
@@ -52,6 +54,15 @@ def test_every_code_is_read_exactly(dtype: torch.dtype) -> None:
     expected = codes.view(FP8).to(dtype)
     assert expected.isnan().sum() == 2
     assert torch.equal(converted(codes, dtype).nan_to_num(9e3), expected.nan_to_num(9e3))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_every_code_is_read_exactly_by_ptx(dtype: torch.dtype, capability: int) -> None:
+    """Guards what compiled kernels convert by, with a chip's type of FP8 and without one."""
+    with emulated_ptx(capability):
+        test_every_code_is_read_exactly(dtype)
 
 
 def test_numbers_are_rounded_as_torch_does() -> None:
@@ -85,6 +96,18 @@ def stored_and_attended(attention: AttentionBackend, sequences: Sequences, dtype
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_attention_equals_the_reference(dtype: torch.dtype) -> None:
     """Guards the kernels that write and read the cache: they add nothing to its rounding, and see no NaN in it."""
+    check_attention(dtype)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("capability", [80, 90])
+def test_attention_by_ptx_equals_the_reference(capability: int) -> None:
+    """Guards the order in which tiles of keys and values become numbers, four bytes at once."""
+    with emulated_ptx(capability):
+        check_attention(torch.float16)
+
+
+def check_attention(dtype: torch.dtype) -> None:
     sequences = Sequences(replace(CASES["window"], window=50), [70, 69, 61, 20], dtype)
     backend = TritonAttention(
         DEVICE, DecodeTuning(split=16, tile_bytes=1024), PrefillTuning(rows=32, tokens=16, warps=4), kv_dtype=FP8

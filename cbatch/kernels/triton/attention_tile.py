@@ -15,18 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from cbatch.kernels.triton.attention_metadata import AttentionMetadata
+from cbatch.kernels.triton.conversion import from_fp8, to_fp8
 from cbatch.kernels.triton.occupancy import DeviceLimits
 
 LOG2_E = 1.4426950408889634
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": True}
 """Options of every launch. Triton fuses products and sums by default only up to 3.9, so results would differ."""
-
-KEEPS_ORDER = tl.constexpr(not triton.knobs.runtime.interpret)
-"""Whether `from_fp8` ends with an instruction that Triton moves nothing past; its interpreter has none.
-
-Otherwise each warp would read the bytes of a whole tile one by one, and convert all of them, instead of its own share:
-Triton converts after the warps have exchanged what they read. That took more registers than there are on some chips.
-"""
 
 
 def attend_arguments(
@@ -144,36 +138,10 @@ def load_kv(cache, rows, there, DIM, TILE, MASKED, dtype):
     else:
         found = tl.load(place)
     if cache.dtype.element_ty == tl.uint8:
-        found = from_fp8(found, dtype)
+        # If Triton could move it, it would convert after the warps have exchanged what they read: each warp would read
+        # the bytes of a whole tile one by one, and convert all of them, instead of its own share.
+        found = from_fp8(found, dtype, dtype.primitive_bitwidth != 16)
     return found
-
-
-@triton.jit
-def from_fp8(code, dtype):
-    """The numbers of bytes of FP8 (e4m3), exact in any type; by integers, since chips before 8.9 have no such type.
-
-    With its bits moved to those of float16, a number is 2**-8 of what it should be: the exponents begin 8 apart.
-    """
-    magnitude = (code & 0x7F).to(tl.int16)
-    bits = (magnitude << 7) | ((code & 0x80).to(tl.int16) << 8)
-    number = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    number = tl.where(magnitude == 0x7F, float("nan"), number).to(dtype)
-    if KEEPS_ORDER and dtype.primitive_bitwidth == 16:
-        number = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], number.dtype, is_pure=False, pack=2)
-    return number
-
-
-@triton.jit
-def to_fp8(number):
-    """Bytes of FP8 (e4m3) of numbers: the nearest, ties to even; the largest, 448, of larger ones; NaN stays NaN."""
-    exact = number.to(tl.float32)
-    size = tl.minimum(tl.abs(exact), 448.0)
-    bits = size.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Beside 2**14, a float32 is rounded to multiples of 2**-9, as the smallest numbers of FP8 are.
-    small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    code = tl.where(size < 0.015625, small, normal) | ((exact.to(tl.int32, bitcast=True) >> 24) & 0x80)
-    return tl.where(exact != exact, 0x7F, code).to(tl.uint8)
 
 
 @triton.jit

@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from cbatch.kernels.operands import NormWeights, Positions
-from cbatch.kernels.triton.attention_tile import launch_options, power_of_2, to_fp8
+from cbatch.kernels.triton.attention_tile import launch_options, power_of_2
+from cbatch.kernels.triton.conversion import to_fp8
 from cbatch.kernels.triton.norm import norm_constants, norm_tensors, normed
 from cbatch.runtime.kv_cache import as_bytes
 

@@ -24,7 +24,8 @@ from torch import Tensor
 from cbatch.kernels import products as library
 from cbatch.kernels.formats import FP8, GROUP, INT4, INT4_ZEROS, INT8, MXFP4, NVFP4
 from cbatch.kernels.quantized_matrix import LEAST_SCALE, Float8Matrix, QuantizedMatrix
-from cbatch.kernels.triton.attention_tile import LAUNCH, from_fp8, launch_options, power_of_2, to_fp8
+from cbatch.kernels.triton.attention_tile import LAUNCH, launch_options, power_of_2
+from cbatch.kernels.triton.conversion import from_fp8, to_fp8
 from cbatch.runtime.kv_cache import FP8 as E4M3
 from cbatch.runtime.kv_cache import FP8_MAX
 
