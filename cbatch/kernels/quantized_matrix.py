@@ -2,7 +2,8 @@
 
 A product goes along the depth, so what it reads at once lies together: a part is 32 bytes of every column. In 8 bits
 these are 32 numbers of the depth. In 4 bits they are 64: byte i holds number i in its low bits and number i + 32 in its
-high ones.
+high ones. Scales of 2 bytes lie in pairs, those of two groups that follow each other: asynchronous copies take 4 bytes
+at least.
 
 FP8 matrices can also be multiplied with rows that are rounded to FP8, by the matrix units that a GPU has for it:
 `torch._scaled_mm` takes both sides in e4m3 (4 bits of exponent and 3 of mantissa), and multiplies a sum by the scale of
@@ -30,6 +31,9 @@ _SCALES = {MXFP4: torch.bfloat16, FP8: torch.float32}
 LEAST_SCALE = 2.0**-126
 """The smallest scale of a row: the smallest normal float32. Rows of zeros have it."""
 
+_COLUMNS_OF_ARRIVAL = 64
+"""At most as many as a tile for few rows has."""
+
 _MULTIPLE = 16
 """Columns and depth of what a GPU multiplies are multiples of it."""
 
@@ -39,8 +43,9 @@ class QuantizedMatrix(NamedTuple):
 
     format:  one of ON_GPU
     numbers: [parts, columns, 32] bytes
-    scales:  [groups, columns]; 0 beyond the depth
-    zeros:   [groups, columns], of INT4_ZEROS
+    scales:  [words, columns, groups of a word]; 0 beyond the depth
+    arrivals: [columns / 64] int32 zeros, in which a product counts splits of the depth that are done; one at a time
+    zeros:   as scales, of INT4_ZEROS
     group:   numbers of a column that share a scale
     """
 
@@ -49,6 +54,7 @@ class QuantizedMatrix(NamedTuple):
     depth: int
     numbers: Tensor
     scales: Tensor
+    arrivals: Tensor
     zeros: Tensor | None = None
     group: int = GROUP
 
@@ -63,12 +69,14 @@ class QuantizedMatrix(NamedTuple):
         """
         size, group = _part_size(format), group or group_of(format)
         parts, count = -(-depth // size), (experts,) if experts else ()
-        groups = -(-parts * size // group)
+        together = 4 // _SCALES.get(format, torch.float16).itemsize
+        words = -(-parts * size // (group * together))
         numbers = torch.zeros(*count, parts, columns, GROUP, dtype=_IN_8_BITS.get(format, torch.uint8), device=device)
         dtype = _SCALES.get(format, torch.float16)
-        scales = torch.zeros(*count, groups, columns, dtype=dtype, device=device)
+        scales = torch.zeros(*count, words, columns, together, dtype=dtype, device=device)
         zeros = torch.zeros_like(scales) if format == INT4_ZEROS else None
-        return cls(format, columns, depth, numbers, scales, zeros, group)
+        arrivals = torch.zeros(-(-columns // _COLUMNS_OF_ARRIVAL), dtype=torch.int32, device=device)
+        return cls(format, columns, depth, numbers, scales, arrivals, zeros, group)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -100,17 +108,19 @@ class QuantizedMatrix(NamedTuple):
             codes = padded.to(torch.uint8)
             padded = codes[..., :GROUP] | codes[..., GROUP:] << 4
         self.numbers[:, columns] = padded.transpose(0, 1).to(self.numbers.dtype)
-        self.scales[: scales.shape[1], columns] = scales.T.to(self.scales.dtype)
-        if self.zeros is not None and zeros is not None:
-            self.zeros[: zeros.shape[1], columns] = zeros.T.to(self.zeros.dtype)
+        for kept, new in ((self.scales, scales), (self.zeros, zeros)):
+            if kept is not None and new is not None:
+                words, _, together = kept.shape
+                padded = pad(new, (0, words * together - new.shape[1])).view(-1, words, together)
+                kept[:, columns] = padded.transpose(0, 1).to(kept.dtype)
 
     def values(self, columns: slice | Tensor) -> Tensor:
         """Some columns as numbers [columns, depth] float32."""
         codes = self.numbers[:, columns].transpose(0, 1)
         if _part_size(self.format) > GROUP:
             codes = torch.stack([codes & 15, codes >> 4], dim=2)
-        zeros = None if self.zeros is None else self.zeros[:, columns].T
-        integers = Integers(codes.reshape(len(codes), -1), self.scales[:, columns].T, zeros)
+        scales, *zeros = (each[:, columns].transpose(0, 1).flatten(1) for each in self.tensors[1:])
+        integers = Integers(codes.reshape(len(codes), -1), scales, *zeros)
         return integers.values(self.format, self.group)[:, : self.depth]
 
 

@@ -26,10 +26,9 @@ from cbatch.kernels.triton.attention_prefill import PrefillTuning
 from cbatch.kernels.triton.conversion import from_fp8, to_fp8
 from cbatch.runtime.kv_cache import FP8, FP8_MAX, LayerShape, as_stored
 from tests.attention.test_triton_attention import CASES, CPU, DEVICE, Sequences
-from tests.support.ptx import emulated_ptx
+from tests.support.ptx import emulated_ptx, needs_interpreter
 
 pytestmark = pytest.mark.kernels
-needs_interpreter = pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter executes the PTX of other chips")
 
 
 @triton.jit

@@ -5,7 +5,8 @@ With numbers in tiles of one size: right for every shape, and a row's bits depen
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import product
 
 import numpy as np
@@ -23,7 +24,9 @@ pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 from cbatch.kernels.formats import FORMATS, FP8, INT4, INT4_ZEROS, INT8, MXFP4, NVFP4, ON_GPU, Integers, group_of
 from cbatch.kernels.operands import ExpertWeights
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
+from cbatch.kernels.triton.linear import Tile
 from cbatch.model.ops.device_kernel import DeviceOps, by_torch, by_triton
+from tests.support.ptx import emulated_ptx, needs_interpreter
 
 pytestmark = pytest.mark.kernels
 
@@ -34,16 +37,17 @@ OPS = {
 }
 LEVELS = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]
 DTYPES = [torch.float32, torch.float16]  # Triton's interpreter cannot multiply bfloat16
-SIZES = [(1, 40, 64), (3, 33, 100), (20, 130, 288), (70, 70, 32)]
+SIZES = [(1, 40, 64), (3, 33, 100), (12, 65, 256), (5, 70, 1100), (20, 130, 288), (70, 70, 32)]
 """Rows, columns and depth, few of which are multiples of anything."""
 
 
 WAYS = list(product(ON_GPU, DTYPES))
 
 
-@pytest.fixture(params=OPS)
-def ops(request: pytest.FixtureRequest) -> BoundKernels:
-    return OPS[request.param]
+@pytest.fixture(params=[*OPS, pytest.param("triton, by PTX", marks=needs_interpreter)])
+def ops(request: pytest.FixtureRequest) -> Iterator[BoundKernels]:
+    with emulated_ptx(90) if request.param == "triton, by PTX" else nullcontext():
+        yield OPS[request.param.removesuffix(", by PTX")]
 
 
 def drawn_matrix(kind: int, columns: int, depth: int, out: QuantizedMatrix, seed: int = 0) -> Tensor:
@@ -101,6 +105,20 @@ def test_linear(ops: BoundKernels, way: tuple[int, torch.dtype]) -> None:
         logits = ops.logits(source, matrix)
         assert logits.dtype == torch.float32
         check(logits, expected, dtype)
+
+
+@pytest.mark.parametrize("rows", [3, 12])
+def test_splits_of_the_depth(rows: int) -> None:
+    """Guards sums of splits added before all are there, or twice, and a count that spoils the next product."""
+    matrix = QuantizedMatrix.empty(INT4_ZEROS, 70, 2000, DEVICE)
+    exact = drawn_matrix(INT4_ZEROS, 70, 2000, matrix)
+    assert Tile.of_packed(rows, torch.float16, 90).splits(70, 2000, 2) == 4
+    source, out = draw(rows, 2000, dtype=torch.float16), torch.empty(rows, 70, device=DEVICE)
+    for _ in range(2):
+        out.fill_(torch.nan)
+        OPS["triton"].logits(source, matrix, out)
+        check(out, source.double() @ exact.T, torch.float16)
+        assert not matrix.arrivals.any()
 
 
 @pytest.mark.parametrize("kind", ON_GPU, ids=lambda kind: FORMATS[kind])

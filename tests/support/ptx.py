@@ -12,12 +12,16 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 import triton.language as tl
 from numpy.typing import NDArray
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from cbatch.kernels.triton import conversion
+from tests.support.device import DEVICE
+
+needs_interpreter = pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter executes the PTX of any chip")
 
 Register = NDArray[Any]
 _TYPES = {"f16x2": torch.float16, "bf16x2": torch.bfloat16}
@@ -43,6 +47,18 @@ def _prmt(low: Register, high: Register, selector: Register) -> Register:
     return found.reshape(-1).view(np.uint32)
 
 
+def _lop3(*operands: Register) -> Register:
+    """The last says by its bits for which bits of the others a bit is set."""
+    *inputs, table = operands
+    found = np.zeros_like(inputs[0])
+    for case in range(8):
+        one, other, third = (
+            each if case >> place & 1 else ~each for each, place in zip(inputs, (2, 1, 0), strict=True)
+        )
+        found |= np.where(table >> np.uint32(case) & 1, one & other & third, 0)
+    return found
+
+
 def _from_e4m3(pair: Register) -> Register:
     numbers = torch.from_numpy(pair.astype(np.uint16).view(np.uint8)).view(torch.float8_e4m3fn)
     return _rounded(numbers.double().view(-1, 2), "f16x2")
@@ -63,6 +79,7 @@ _INSTRUCTIONS: dict[str, Callable[..., Register]] = {
     "add.u32": np.add,
     "shl.b32": np.left_shift,
     "shr.b32": np.right_shift,
+    "lop3.b32": _lop3,
     "prmt.b32": _prmt,
     "mov.b32": lambda value: value,
     "fma.rn.f16x2": _fma("f16x2"),
@@ -100,17 +117,17 @@ class _Results(list[TensorHandle]):
 def _execute_inline(
     _builder: Any, asm: str, constraints: str, values: list[TensorHandle], types: list[Any], _pure: bool, pack: int
 ) -> _Results:
-    """As `InterpreterBuilder.create_inline_asm`, for one tensor of bytes, and results of 16 bits."""
+    """As `InterpreterBuilder.create_inline_asm`, for one tensor and results of 16 bits."""
     (source,) = values
-    assert pack == 4 and source.data.itemsize == 1
-    outputs = constraints.count("=r")
-    assert outputs == 2 * len(types)
+    assert pack * source.data.itemsize == 4
+    outputs, each = constraints.count("=r"), pack // 2
+    assert outputs == each * len(types)
     registers = {f"${outputs}": np.ascontiguousarray(source.data).reshape(-1).view(np.uint32)}
     with np.errstate(over="ignore"):
         execute(asm, registers)
     found = _Results()
     for number, kind in enumerate(types):
-        pairs = np.stack([registers[f"${2 * number}"], registers[f"${2 * number + 1}"]], -1)
+        pairs = np.stack([registers[f"${each * number + place}"] for place in range(each)], -1)
         dtype = kind.scalar
         data = pairs.view(np.float16 if dtype == tl.float16 else np.uint16).reshape(source.data.shape)
         found.append(TensorHandle(data, dtype))

@@ -73,6 +73,154 @@ _E4M3_TO_BFLOAT16_BY_HARDWARE = tl.constexpr(
 )
 
 
+def _nibbles(kind: str, setup: str, low: str, high: str) -> tl.constexpr:
+    """Makes numbers of four bits in four bytes: those in the low bits of all bytes, then those in their high bits.
+
+    low, high: from two bytes in `pair`, in the low halves of 16 bits, to two numbers in a register that they name TO
+    """
+    return tl.constexpr(
+        f"{{.reg .b32 pair, bits, sign, factor, offset, high_factor, high_offset, magic; {setup}"
+        + "".join(
+            f"""
+        prmt.b32 pair, $4, 0, {selector:#x};
+        {low.replace("TO", f"${number}")}
+        {high.replace("TO", f"${number + 2}")}"""
+            for number, selector in ((0, 0x4140), (1, 0x4342))
+        ).replace("TYPE", kind)
+        + "}"
+    )
+
+
+# The bits of an integer go to the mantissa of a number so large that they count in ones there, or in sixteens.
+_INT4 = """lop3.b32 bits, pair, 0x000f000f, magic, 0xea;
+        fma.rn.TYPEx2 TO, bits, factor, offset;"""
+_INT4_TO_BFLOAT16 = _nibbles(
+    "bf16", "mov.b32 magic, 0x43004300; mov.b32 factor, 0x3f803f80; mov.b32 offset, 0xc308c308;",  # 128; 1; -136
+    _INT4, f"shr.b32 pair, pair, 4; {_INT4}",
+)  # fmt: skip
+_INT4_TO_FLOAT16 = _nibbles(
+    "f16", """mov.b32 magic, 0x64006400; mov.b32 factor, 0x3c003c00; mov.b32 offset, 0xe408e408;
+        mov.b32 high_factor, 0x2c002c00; mov.b32 high_offset, 0xd480d480;""",  # 1024; 1; -1032; 1 / 16; -72
+    _INT4, """lop3.b32 bits, pair, 0x00f000f0, magic, 0xea;
+        fma.rn.f16x2 TO, bits, high_factor, high_offset;""",
+)  # fmt: skip
+
+
+def _e2m1(shift: int, mask: str) -> tuple[str, str]:
+    """Moves a sign to the highest bit, and three others to where an exponent ends and a mantissa begins."""
+    text = "shl.b32 bits, pair, {}; and.b32 bits, bits, {}; {} lop3.b32 bits, sign, 0x80008000, bits, 0xea;"
+    text += "fma.rn.TYPEx2 TO, bits, factor, offset;"
+    return (
+        text.format(shift, mask, "shl.b32 sign, pair, 12;"),
+        text.format(shift - 4, mask, "shl.b32 sign, pair, 8;"),
+    )
+
+
+_E2M1_TO_BFLOAT16 = _nibbles(
+    "bf16",
+    "mov.b32 factor, 0x7f007f00; mov.b32 offset, 0x80008000;",
+    *_e2m1(6, "0x01c001c0"),  # 2**127; -0
+)
+_E2M1_TO_FLOAT16 = _nibbles(
+    "f16",
+    "mov.b32 factor, 0x78007800; mov.b32 offset, 0x80008000;",
+    *_e2m1(9, "0x0e000e00"),  # 2**15; -0
+)
+_EIGHT = tl.constexpr("=r,=r,=r,=r,r")
+"""Registers: four numbers of 16 bits twice, of four bytes."""
+
+
+def _int8(setup: str, instructions: str) -> tl.constexpr:
+    return tl.constexpr(
+        f"{{.reg .b32 bits, sign, magic, factor, offset; {setup}"
+        + "".join(
+            instructions.format(selector=f"{selector:#x}", target=f"${number}")
+            for number, selector in ((0, 0x4140), (1, 0x4342))
+        )
+        + "}"
+    )
+
+
+# A bfloat16 has no room for 8 bits, so the highest, which counts -128, goes to what is subtracted: 128, or 256.
+_INT8_TO_BFLOAT16 = _int8(
+    "mov.b32 magic, 0x43004300; mov.b32 offset, 0xc300c300; mov.b32 factor, 0x3f803f80;",
+    """
+    prmt.b32 bits, $2, 0, {selector};
+    lop3.b32 sign, bits, 0x00800080, offset, 0xea;
+    lop3.b32 bits, bits, 0x007f007f, magic, 0xea;
+    fma.rn.bf16x2 {target}, bits, factor, sign;""",
+)
+_INT8_TO_FLOAT16 = _int8(
+    """mov.b32 magic, 0x64646464; mov.b32 offset, 0xe480e480; mov.b32 factor, 0x3c003c00;
+    xor.b32 sign, $2, 0x80808080;""",  # 1024 in the high bytes; -1152; 1
+    """
+    prmt.b32 bits, sign, magic, {selector};
+    fma.rn.f16x2 {target}, bits, factor, offset;""",
+)
+
+
+@triton.jit
+def from_int4(code, dtype):
+    """The integers less 8 in the low and in the high bits of bytes, exact in any type."""
+    if COMPILED and dtype == tl.bfloat16:
+        low, high = tl.inline_asm_elementwise(_INT4_TO_BFLOAT16, _EIGHT, [code], (tl.bfloat16, tl.bfloat16), True, 4)
+    elif COMPILED:
+        low, high = tl.inline_asm_elementwise(_INT4_TO_FLOAT16, _EIGHT, [code], (tl.float16, tl.float16), True, 4)
+    else:
+        low, high = (code & 15).to(tl.float32) - 8.0, (code >> 4).to(tl.float32) - 8.0
+    return low.to(dtype), high.to(dtype)
+
+
+@triton.jit
+def from_e2m1(code, dtype):
+    """Twice the numbers of e2m1 in the low and in the high bits of bytes, exact in any type."""
+    if COMPILED and dtype == tl.bfloat16:
+        low, high = tl.inline_asm_elementwise(_E2M1_TO_BFLOAT16, _EIGHT, [code], (tl.bfloat16, tl.bfloat16), True, 4)
+    elif COMPILED:
+        low, high = tl.inline_asm_elementwise(_E2M1_TO_FLOAT16, _EIGHT, [code], (tl.float16, tl.float16), True, 4)
+    else:
+        low, high = _one_e2m1(code), _one_e2m1(code >> 4)
+    return low.to(dtype), high.to(dtype)
+
+
+@triton.jit
+def _one_e2m1(code):
+    bits = ((code & 7).to(tl.int16) << 9) | ((code & 8).to(tl.int16) << 12)
+    return bits.to(tl.float16, bitcast=True).to(tl.float32) * 32768.0
+
+
+@triton.jit
+def from_int8(code, dtype):
+    """Signed integers, exact in any type."""
+    if COMPILED and dtype == tl.bfloat16:
+        number = tl.inline_asm_elementwise(_INT8_TO_BFLOAT16, _FOUR, [code], tl.bfloat16, True, 4)
+    elif COMPILED:
+        number = tl.inline_asm_elementwise(_INT8_TO_FLOAT16, _FOUR, [code], tl.float16, True, 4)
+    else:
+        number = code
+    return number.to(dtype)
+
+
+@triton.jit
+def in_order(number):
+    """The same numbers. Triton moves nothing past it: warps convert their shares before they exchange numbers."""
+    if COMPILED and number.dtype.primitive_bitwidth == 16:
+        number = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], number.dtype, False, 2)
+    return number
+
+
+@triton.jit
+def ones_like(number):
+    """Ones that Triton takes for made of the numbers, so that both are multiplied with one tile in one layout."""
+    if COMPILED and number.dtype == tl.bfloat16:
+        ones = tl.inline_asm_elementwise("mov.b32 $0, 0x3f803f80;", "=r,r", [number], tl.bfloat16, True, 2)
+    elif COMPILED:
+        ones = tl.inline_asm_elementwise("mov.b32 $0, 0x3c003c00;", "=r,r", [number], tl.float16, True, 2)
+    else:
+        ones = tl.full(number.shape, 1.0, number.dtype)
+    return ones
+
+
 @triton.jit
 def from_fp8(code, dtype, IS_PURE=True):
     """The numbers of bytes of FP8 (e4m3), exact in any type; by integers below 8.9, which has no such type.

@@ -178,7 +178,7 @@ def _expert_linear_kernel(
     begin = expert.to(tl.int64)
     total = multiply(
         source + row * DEPTH, there, matrices + begin * matrix_size, scales + begin * scales_size,
-        zeros + begin * scales_size, column, inside, total, KIND, COLUMNS, DEPTH, GROUP, STEP,
+        zeros + begin * scales_size, column, inside, total, KIND, COLUMNS, DEPTH, GROUP, STEP, 1,
     )  # fmt: skip
     if WEIGHS:
         total *= tl.load(weights + pair, mask=there, other=0.0)[:, None]
@@ -198,7 +198,8 @@ def expert_linear(
     columns, mean = out.shape[1], FIXED_ROWS if batch_invariant else pairs / number
     tensors, kind, group = operands(weight)
     if isinstance(weight, QuantizedMatrix):
-        tile, sizes, depth = Tile.of_packed(mean, source.dtype, capability), weight.sizes, weight.depth
+        rows = 16 if 4 < mean < 16 else mean  # some experts have more than others
+        tile, sizes, depth = Tile.of_packed(rows, source.dtype, capability), weight.sizes, weight.depth
     else:
         tile, depth = Tile.of_experts(mean, source.dtype, capability), weight.shape[2]
         sizes = columns * depth, 0

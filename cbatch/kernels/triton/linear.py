@@ -1,12 +1,14 @@
 """Products of rows with matrices: of numbers, or packed ones that become numbers of the rows' type in registers.
 
 A program reads a part of a packed matrix's columns at a time, which lies in one piece of memory (see
-`kernels/quantized_matrix.py`; 32 is the `GROUP` there), and some of them ahead. What it multiplies is rounded once,
-from float32; sums are float32.
+`kernels/quantized_matrix.py`; 32 is the `GROUP` there), and some of them ahead. Sums are float32. With many rows,
+weights are rounded once, from float32 to the rows' type. With few, integers are multiplied as they are and the sums of
+groups by their scales, and the depth is split if the columns are too few for all multiprocessors.
 
-A program goes along the whole depth for a tile of rows and columns, in one order. So a row's result depends on nothing
-but the row, as long as tiles have one size. For numbers, this has the place of the library's products if steps are to
-be batch-invariant: those take another kernel, and may split the depth, for another number of rows.
+Otherwise, a program goes along the whole depth for a tile of rows and columns, in one order. So a row's result depends
+on nothing but the row, as long as tiles have one size, that of many rows. For numbers, this has the place of the
+library's products if steps are to be batch-invariant: those take another kernel, and may split the depth, for another
+number of rows.
 
 Rows for products of FP8 are rounded by one kernel where torch has six. Divisions round as those of torch do, so the
 bytes are the same.
@@ -14,6 +16,7 @@ bytes are the same.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -25,12 +28,24 @@ from cbatch.kernels import products as library
 from cbatch.kernels.formats import FP8, GROUP, INT4, INT4_ZEROS, INT8, MXFP4, NVFP4
 from cbatch.kernels.quantized_matrix import LEAST_SCALE, Float8Matrix, QuantizedMatrix
 from cbatch.kernels.triton.attention_tile import LAUNCH, launch_options, power_of_2
-from cbatch.kernels.triton.conversion import from_fp8, to_fp8
+from cbatch.kernels.triton.conversion import (
+    from_e2m1,
+    from_fp8,
+    from_int4,
+    from_int8,
+    in_order,
+    ones_like,
+    to_fp8,
+)
+from cbatch.kernels.triton.occupancy import device_limits
 from cbatch.runtime.kv_cache import FP8 as E4M3
 from cbatch.runtime.kv_cache import FP8_MAX
 
 FIXED_ROWS = 64
 """If steps are to be batch-invariant, packed matrices and experts get the tile that they have for so many rows."""
+
+_RESIDENT = 4
+"""Programs of a multiprocessor that split the depth: two warps each, for its four schedulers twice."""
 
 _MOST_AT_ONCE = 8192
 """Numbers of a row that a program rounds to FP8 at once."""
@@ -59,11 +74,18 @@ class Tile(NamedTuple):
         if has_no_units(dtype, capability):
             return cls(16, 32, 1, 4, 2) if rows <= 32 else cls(32, 32, 1, 4, 2)
         if rows <= 16:
-            return cls(16, 32, 4, 4, 3)
+            return cls(8 if rows <= 8 else 16, 64, 2, 2, 4)
         if rows <= 64:
             return cls(64, 64, 2, 4, 3)
         # Before 9.0, matrix units take both sides from registers, of which wider tiles need too many.
         return cls(128, 128 if capability in (90, 100) else 64, 1, 8, 3)
+
+    def splits(self, columns: int, depth: int, multiprocessors: int) -> int:
+        """Of the depth, if there are few rows: enough for all multiprocessors, each with rounds to read ahead."""
+        if self.rows > 16 or self.step == 1:
+            return 1
+        tiles, rounds = -(-columns // self.columns), -(-depth // (2 * GROUP * self.step))
+        return max(1, min(_RESIDENT * multiprocessors // tiles, rounds // self.stages))
 
     @classmethod
     def of_experts(cls, rows: float, dtype: torch.dtype, capability: int) -> Tile:
@@ -79,49 +101,6 @@ class Tile(NamedTuple):
 
 def has_no_units(dtype: torch.dtype, capability: int) -> bool:
     return dtype == torch.float32 or capability < 80
-
-
-@triton.jit
-def _half_of(code, half, SIZE):
-    """The codes of 32 numbers of a part that has 32 or 64 of them."""
-    if SIZE == 64:
-        code = code & 15 if half == 0 else code >> 4
-    return code
-
-
-@triton.jit
-def _scaled(code, group, column, kept, scales, zeros, KIND, COLUMNS, GROUP):
-    """Numbers [columns, 32] float32 of each column. group: how many times 32 numbers lie before them"""
-    place = (group * 32 // GROUP) * COLUMNS + column
-    if (KIND == _MXFP4) | (KIND == _NVFP4):
-        # Sign, two bits of exponent and one of mantissa at the places of float16, whose exponents begin 14 lower.
-        bits = ((code & 7).to(tl.int16) << 9) | ((code & 8).to(tl.int16) << 12)
-        number = bits.to(tl.float16, bitcast=True).to(tl.float32) * 32768.0
-    elif KIND == _FP8:
-        number = from_fp8(code, tl.float32)
-    else:
-        number = code.to(tl.float32)
-    if KIND == _INT4:
-        number -= 8.0
-    if KIND == _INT4_ZEROS:
-        number -= tl.load(zeros + place, mask=kept, other=0.0).to(tl.float32)[:, None]
-    scale = tl.load(scales + place, mask=kept, other=0.0).to(tl.float32)[:, None]
-    if KIND == _NVFP4:  # 16 numbers each
-        second = tl.load(scales + place + COLUMNS, mask=kept, other=0.0).to(tl.float32)[:, None]
-        scale = tl.where((tl.arange(0, 32) < 16)[None, :], scale, second)
-    return number * scale
-
-
-@triton.jit
-def _add_group(total, left, there, code, group, column, kept, scales, zeros, KIND, COLUMNS, DEPTH, GROUP, IS_WHOLE):
-    """total [rows, columns] plus the products of 32 numbers of the depth."""
-    depth = group * 32 + tl.arange(0, 32)
-    if IS_WHOLE:
-        a = tl.load(left[:, None] + depth[None, :], mask=there[:, None], other=0.0)
-    else:
-        a = tl.load(left[:, None] + depth[None, :], mask=there[:, None] & (depth < DEPTH)[None, :], other=0.0)
-    b = _scaled(code, group, column, kept, scales, zeros, KIND, COLUMNS, GROUP).to(a.dtype)
-    return tl.dot(a, tl.trans(b), total, input_precision="ieee")
 
 
 @triton.jit
@@ -142,38 +121,158 @@ def _multiply_numbers(left, there, right, inside, total, DEPTH, STEP):
 
 
 @triton.jit
-def _multiply_packed(left, there, numbers, scales, zeros, column, inside, total, KIND, COLUMNS, DEPTH, GROUP, PARTS):
-    """See `multiply`. PARTS: of the depth, in a round"""
-    SIZE: tl.constexpr = 32 if (KIND == _INT8) | (KIND == _FP8) else 64
-    COUNT: tl.constexpr = (DEPTH + SIZE - 1) // SIZE
-    IS_WHOLE: tl.constexpr = DEPTH % (SIZE * PARTS) == 0
+def _pair_of(pairs, pair, column, kept, COLUMNS):
+    """The scales or zero points of two groups that follow each other, for each column in float32."""
+    word = tl.load(pairs.to(tl.pointer_type(tl.int32), bitcast=True) + pair * COLUMNS + column, mask=kept, other=0)
+    if pairs.dtype.element_ty == tl.bfloat16:
+        first, second = word << 16, word & -65536
+    else:
+        first, second = word.to(tl.int16).to(tl.float16, bitcast=True), (word >> 16).to(tl.int16)
+        first, second = first.to(tl.float32), second.to(tl.float16, bitcast=True).to(tl.float32)
+    return first.to(tl.float32, bitcast=True), second.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scales_of(scales, part, column, kept, KIND, COLUMNS, DEPTH, GROUP):
+    """Of 64 numbers, for each column: of the first 16, of those from 16, from 32, and from 48 on."""
+    if KIND == _NVFP4:
+        first, second = _pair_of(scales, part * 2, column, kept, COLUMNS)
+        third, fourth = _pair_of(scales, part * 2 + 1, column, kept, COLUMNS)
+    elif KIND == _FP8:
+        first = tl.load(scales + part * 64 // GROUP * COLUMNS + column, mask=kept, other=0.0)
+        second, third, fourth = first, first, first
+        if GROUP % 64 != 0:
+            kept = kept & (part * 64 + 32 < DEPTH)
+            third = tl.load(scales + (part * 64 + 32) // GROUP * COLUMNS + column, mask=kept, other=0.0)
+            fourth = third
+    else:
+        first, third = _pair_of(scales, part, column, kept, COLUMNS)
+        second, fourth = first, third
+    return first, second, third, fourth
+
+
+@triton.jit
+def _integers_of(numbers, part, column, kept, KIND, COLUMNS, DEPTH, dtype):
+    """Two pieces [columns, 32] of 64 numbers, before their scales."""
+    byte = tl.arange(0, 32)[None, :]
+    if (KIND == _INT8) | (KIND == _FP8):
+        place = (part * 2 * COLUMNS + column).to(tl.int64)[:, None]
+        low = tl.load(numbers + place * 32 + byte, mask=kept[:, None], other=0)
+        if DEPTH % 64 != 0:
+            kept = kept & (part * 64 + 32 < DEPTH)
+        high = tl.load(numbers + (place + COLUMNS) * 32 + byte, mask=kept[:, None], other=0)
+        if KIND == _INT8:
+            found = from_int8(low, dtype), from_int8(high, dtype)
+        else:
+            found = from_fp8(low, dtype), from_fp8(high, dtype)
+    else:
+        place = (part * COLUMNS + column).to(tl.int64)[:, None]
+        code = tl.load(numbers + place * 32 + byte, mask=kept[:, None], other=0)
+        found = from_e2m1(code, dtype) if (KIND == _MXFP4) | (KIND == _NVFP4) else from_int4(code, dtype)
+    return found
+
+
+@triton.jit
+def _numbers_of(numbers, scales, zeros, part, column, kept, KIND, COLUMNS, DEPTH, GROUP):
+    """Two pieces [columns, 32] float32 of 64 numbers."""
+    low, high = _integers_of(numbers, part, column, kept, KIND, COLUMNS, DEPTH, tl.float32)
+    first, second, third, fourth = _scales_of(scales, part, column, kept, KIND, COLUMNS, DEPTH, GROUP)
+    first, third = first[:, None], third[:, None]
+    if KIND == _NVFP4:
+        is_first = (tl.arange(0, 32) < 16)[None, :]
+        first, third = tl.where(is_first, first, second[:, None]), tl.where(is_first, third, fourth[:, None])
+    if KIND == _INT4_ZEROS:
+        zero, other = _pair_of(zeros, part, column, kept, COLUMNS)
+        low, high = low - (zero - 8.0)[:, None], high - (other - 8.0)[:, None]
+    return low * first, high * third
+
+
+@triton.jit
+def _rows_of(left, there, begin, first, SIZE, DEPTH, IS_WHOLE):
+    """[rows, 32] numbers from a depth on; 0 but for SIZE of them."""
     step = tl.arange(0, 32)
-    for first in range(0, COUNT, PARTS):
+    kept = there[:, None]
+    if not IS_WHOLE:
+        kept = kept & (begin + step < DEPTH)[None, :]
+    if SIZE < 32:
+        kept = kept & (step // SIZE * SIZE == first)[None, :]
+    return tl.load(left[:, None] + (begin + step)[None, :], mask=kept, other=0.0)
+
+
+@triton.jit
+def _multiply_packed(left, there, numbers, scales, zeros, column, inside, total, KIND, COLUMNS, DEPTH, GROUP, PARTS):
+    """See `multiply`. PARTS: of 64 numbers of the depth, in a round"""
+    IS_WHOLE: tl.constexpr = DEPTH % (64 * PARTS) == 0
+    for first in range(0, (DEPTH + 63) // 64, PARTS):
         for more in tl.static_range(PARTS):
-            part = first + more
-            place = part * COLUMNS + column
-            kept = inside
+            part, kept = first + more, inside
             if not IS_WHOLE:
-                kept = inside & (place < COUNT * COLUMNS)
-            code = tl.load(numbers + place.to(tl.int64)[:, None] * 32 + step[None, :], mask=kept[:, None], other=0)
-            for half in tl.static_range(SIZE // 32):
-                total = _add_group(
-                    total, left, there, _half_of(code, half, SIZE), part * (SIZE // 32) + half, column, kept, scales,
-                    zeros, KIND, COLUMNS, DEPTH, GROUP, IS_WHOLE,
-                )  # fmt: skip
+                kept = inside & (part * 64 < DEPTH)
+            pieces = _numbers_of(numbers, scales, zeros, part, column, kept, KIND, COLUMNS, DEPTH, GROUP)
+            for half in tl.static_range(2):
+                a = _rows_of(left, there, part * 64 + half * 32, 0, 32, DEPTH, IS_WHOLE)
+                b = in_order(pieces[half].to(a.dtype))
+                total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
     return total
 
 
 @triton.jit
-def multiply(left, there, numbers, scales, zeros, column, inside, total, KIND, COLUMNS, DEPTH, GROUP, STEP):
+def _add_scaled(sums, number, a, scale, zero, KIND):
+    """sums [columns, rows] plus products of numbers [columns, K] of one group with rows a [rows, K]."""
+    found = tl.dot(number, tl.trans(a), input_precision="ieee")
+    if KIND == _INT4_ZEROS:
+        found -= (zero - 8.0)[:, None] * tl.dot(ones_like(number), tl.trans(a), input_precision="ieee")
+    return sums + found * scale[:, None]
+
+
+@triton.jit
+def _multiply_few(left, there, numbers, scales, zeros, column, inside, KIND, COLUMNS, DEPTH, GROUP, PARTS, SPLITS):
+    """[columns, rows] products with one split of the depth, of which it takes PARTS times 64 numbers in a round.
+
+    A matrix unit takes 16 numbers of one side and 8 of the other, so columns have the place of rows. Integers are
+    multiplied as they are, and the sum of a group by its scale.
+    """
+    IS_WHOLE: tl.constexpr = DEPTH % (64 * PARTS) == 0
+    SIZE: tl.constexpr = 16 if KIND == _NVFP4 else 32
+    ROUNDS: tl.constexpr = (DEPTH + 64 * PARTS - 1) // (64 * PARTS)
+    EACH: tl.constexpr = (ROUNDS + SPLITS - 1) // SPLITS * PARTS
+    begin = tl.program_id(2) * EACH
+    sums = tl.zeros([column.shape[0], left.shape[0]], tl.float32)
+    # Asked for by the loop, stages are for all that it reads: scales are no operand of a product.
+    for first in tl.range(begin, tl.minimum(begin + EACH, ROUNDS * PARTS), PARTS, num_stages=4):
+        for more in tl.static_range(PARTS):
+            part, kept = first + more, inside
+            if not IS_WHOLE:
+                kept = inside & (part * 64 < DEPTH)
+            scale = _scales_of(scales, part, column, kept, KIND, COLUMNS, DEPTH, GROUP)
+            zero = (0.0, 0.0)
+            if KIND == _INT4_ZEROS:
+                zero = _pair_of(zeros, part, column, kept, COLUMNS)
+            number = _integers_of(numbers, part, column, kept, KIND, COLUMNS, DEPTH, left.dtype.element_ty)
+            for half in tl.static_range(2):
+                for turn in tl.static_range(32 // SIZE):
+                    a = _rows_of(left, there, part * 64 + half * 32, turn * SIZE, SIZE, DEPTH, IS_WHOLE)
+                    sums = _add_scaled(sums, number[half], a, scale[half * 2 + turn], zero[half], KIND)
+    return sums
+
+
+@triton.jit
+def multiply(left, there, numbers, scales, zeros, column, inside, total, KIND, COLUMNS, DEPTH, GROUP, STEP, SPLITS):
     """total [rows, columns] plus rows times columns of a matrix.
 
     left:   [rows] where each row begins; there: which rows exist
     column: [columns]; inside: which of them exist
     KIND:   format of a packed matrix; -1 for numbers
     GROUP:  numbers of a column that share a scale
+    SPLITS: of the depth, if there are few rows; program_id(2) says which to take
     """
-    if KIND >= 0:
+    if KIND >= 0 and left.shape[0] <= 16 and STEP > 1:
+        total += tl.trans(
+            _multiply_few(
+                left, there, numbers, scales, zeros, column, inside, KIND, COLUMNS, DEPTH, GROUP, STEP, SPLITS
+            )
+        )
+    elif KIND >= 0:
         total = _multiply_packed(
             left, there, numbers, scales, zeros, column, inside, total, KIND, COLUMNS, DEPTH, GROUP, STEP
         )
@@ -184,21 +283,36 @@ def multiply(left, there, numbers, scales, zeros, column, inside, total, KIND, C
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
-    source, numbers, scales, zeros, biases, out, rows, KIND: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
+    source, numbers, scales, zeros, biases, out, partials, arrivals, rows, KIND: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile of rows and columns. Those of the same columns follow each other."""
+    """One program per tile of rows and columns, and split of the depth. Those of the same columns follow each other.
+
+    Of the splits of a tile, the program that is the last to arrive adds all, always in their order.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     there, inside = row < rows, column < COLUMNS
     total = multiply(
         source + row.to(tl.int64) * DEPTH, there, numbers, scales, zeros, column, inside,
-        tl.zeros([ROWS, WIDTH], tl.float32), KIND, COLUMNS, DEPTH, GROUP, STEP,
+        tl.zeros([ROWS, WIDTH], tl.float32), KIND, COLUMNS, DEPTH, GROUP, STEP, SPLITS,
     )  # fmt: skip
+    place = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+    kept = there[:, None] & inside[None, :]
+    if SPLITS > 1:
+        size = rows.to(tl.int64) * COLUMNS
+        tl.store(partials + tl.program_id(2) * size + place, total, mask=kept)
+        tl.debug_barrier()  # all of the program has stored what the arrival announces
+        if tl.atomic_add(arrivals + tl.program_id(1), 1) < SPLITS - 1:
+            return
+        total = tl.zeros([ROWS, WIDTH], tl.float32)
+        for split in range(SPLITS):
+            total += tl.load(partials + split * size + place, mask=kept, other=0.0, cache_modifier=".cg")
+        tl.store(arrivals + tl.program_id(1), 0)  # for the next launch
     if HAS_BIAS:
         total += tl.load(biases + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-    to = out + row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
-    tl.store(to, total.to(out.dtype.element_ty), mask=there[:, None] & inside[None, :])
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=kept)
 
 
 def linear(
@@ -224,11 +338,19 @@ def quantized_linear(
 
 def _launch(tile: Tile, source: Tensor, matrix: Tensor | QuantizedMatrix, bias: Tensor | None, out: Tensor) -> None:
     (rows, depth), (tensors, kind, group) = source.shape, operands(matrix)
-    columns = len(matrix) if isinstance(matrix, Tensor) else matrix.columns
-    _linear_kernel[(-(-rows // tile.rows), -(-columns // tile.columns))](
-        source, *tensors, source if bias is None else bias, out, rows, kind, columns, depth, group, bias is not None,
-        *tile[:3], num_warps=tile.warps, num_stages=tile.stages, **LAUNCH,
+    columns, splits, arrivals, partials = len(out[0]), 1, out, out
+    if isinstance(matrix, QuantizedMatrix) and rows <= 16:
+        splits, arrivals = tile.splits(columns, depth, _multiprocessors(source.device)), matrix.arrivals
+        partials = out if splits == 1 else out.new_empty(splits, rows, columns, dtype=torch.float32)
+    _linear_kernel[(-(-rows // tile.rows), -(-columns // tile.columns), splits)](
+        source, *tensors, source if bias is None else bias, out, partials, arrivals, rows, kind, columns, depth, group,
+        bias is not None, splits, *tile[:3], num_warps=tile.warps, num_stages=tile.stages, **LAUNCH,
     )  # fmt: skip
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return device_limits(device).multiprocessors
 
 
 def operands(matrix: Tensor | QuantizedMatrix) -> tuple[tuple[Tensor, ...], int, int]:
@@ -244,26 +366,20 @@ def _look_up_kernel(
     numbers, scales, zeros, ids, out, KIND: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     GROUP: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One program per row of `out`, and some parts of it."""
-    SIZE: tl.constexpr = 32 if (KIND == _INT8) | (KIND == _FP8) else 64
-    COUNT: tl.constexpr = (DEPTH + SIZE - 1) // SIZE
+    """One program per row of `out`, and some parts of 64 numbers."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.load(ids + row).to(tl.int64)
     part = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
-    kept, step = part < COUNT, tl.arange(0, 32)
-    place = (part.to(tl.int64) * COLUMNS + column)[:, None] * 32 + step[None, :]
-    code = tl.load(numbers + place, mask=kept[:, None], other=0)
-    for half in tl.static_range(SIZE // 32):
-        group = part * (SIZE // 32) + half
-        mine = _half_of(code, half, SIZE)
-        found = _scaled(mine, group.to(tl.int64), column, kept, scales, zeros, KIND, COLUMNS, GROUP)
-        depth = group[:, None] * 32 + step[None, :]
-        tl.store(out + row * DEPTH + depth, found, mask=kept[:, None] & (depth < DEPTH))
+    kept = part * 64 < DEPTH
+    pieces = _numbers_of(numbers, scales, zeros, part, column, kept, KIND, COLUMNS, DEPTH, GROUP)
+    for half in tl.static_range(2):
+        depth = (part * 64 + half * 32)[:, None] + tl.arange(0, 32)[None, :]
+        tl.store(out + row * DEPTH + depth, pieces[half], mask=depth < DEPTH)
 
 
 def look_up(matrix: QuantizedMatrix, ids: Tensor, out: Tensor) -> None:
     """See `model/ops/products.py`."""
-    parts = matrix.numbers.shape[0]
+    parts = -(-matrix.depth // (2 * GROUP))
     block, (tensors, kind, group) = min(power_of_2(parts), 32), operands(matrix)
     _look_up_kernel[(len(ids), -(-parts // block))](
         *tensors, ids, out, kind, matrix.columns, matrix.depth, group,
