@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,18 @@ class Resources(NamedTuple):
     spilled: int
 
 
+class InnerLoop(NamedTuple):
+    """What a thread executes in a round of a kernel's inner loop, or in all of a kernel without products.
+
+    read:  bytes of global memory
+    unit:  the instruction of matrix units, such as HMMA; empty if there is none
+    """
+
+    instructions: int
+    read: int
+    unit: str
+
+
 def resources_of(compiled: Any) -> Resources:
     """Resources of an assembled `CompiledKernel`, as a GPU's driver would report them."""
     (binary,) = (path for name, path in compiled.metadata_group.items() if name.endswith(".cubin"))
@@ -27,6 +39,39 @@ def resources_of(compiled: Any) -> Resources:
     assert found is not None, text
     registers, stack, local = map(int, found.groups())
     return Resources(registers, stack + local)
+
+
+def inner_loop(compiled: Any) -> InnerLoop:
+    """The innermost loop with products that has most instructions."""
+    (binary,) = (path for name, path in compiled.metadata_group.items() if name.endswith(".cubin"))
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-sass", binary]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?\w+ )?(.*?) ?;", text, re.M)
+    places = {int(address, 16): number for number, (address, _) in enumerate(found)}
+    code = [instruction for _, instruction in found]
+    spans = []
+    for end, instruction in enumerate(code):
+        if jump := re.match(r"BRA\b.*?0x([0-9a-f]+)", instruction):
+            begin = places[int(jump[1], 16)]
+            spans += [(begin, end)] if begin < end else []
+    inner = [one for one in spans if not any(one[0] <= other[0] and other[1] < one[1] for other in spans)]
+    bodies = [code[begin : end + 1] for begin, end in inner]
+    body = max((body for body in bodies if _unit(body)), key=len, default=code)
+    return InnerLoop(len(body), sum(map(_bytes_read, body)), _unit(body))
+
+
+_UNIT = re.compile(r"(?:UTC|HG|[HIQO])\w*MMA")
+
+
+def _unit(code: Iterable[str]) -> str:
+    return next((match[0] for match in map(_UNIT.match, code) if match), "")
+
+
+def _bytes_read(instruction: str) -> int:
+    if not (read := re.match(r"LDG(?:STS)?\b(\S*)", instruction)):
+        return 0
+    sizes = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
+    return next((sizes[word] for word in read[1].split(".") if word in sizes), 4)
 
 
 def read_sizes(ptx: str, function: Any) -> set[int]:

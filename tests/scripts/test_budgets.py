@@ -1,0 +1,44 @@
+"""Guards the budgets of kernels: one that is exceeded is named, and a real kernel keeps to its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
+
+pytestmark = pytest.mark.kernels
+
+# In a process that does not interpret kernels. Without PTX, weights are converted one by one.
+SCRIPT = """
+import json, sys
+import triton.language as tl
+from cbatch.kernels.triton import conversion
+from scripts.gpu.budgets import BUDGETS
+from scripts.gpu.compile_matrix import budgeted, sentences
+from scripts.gpu.launches import Case
+
+conversion.COMPILED = tl.constexpr(sys.argv[1] == "real")
+budget = next(one for one in BUDGETS if one.name == "int4, 8 rows")
+print(json.dumps(sentences([budgeted(Case(90, "bfloat16", "budgets"), budget)])))
+"""
+
+
+def sentences_of(kind: str) -> list[str]:
+    command = [sys.executable, "-c", SCRIPT, kind]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: list[str] = json.loads(done.stdout)
+    return found
+
+
+def test_a_slow_conversion_exceeds_its_budget() -> None:
+    """Guards against limits that no kernel can exceed, and sentences that do not say which did."""
+    assert sentences_of("real") == []
+    (sentence, *_) = sentences_of("slow")
+    assert sentence.startswith("_linear_kernel for H100 (int4, 8 rows) takes ")
+    assert "instructions for each number, and may take 3." in sentence
