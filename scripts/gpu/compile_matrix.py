@@ -30,11 +30,14 @@ SPILLS = {
     ("_prefill_kernel", 100, 256): 24, ("_gated_delta_tile_kernel", 120, 0): 48,
     ("_selective_scan_tile_kernel", 120, 0): 24, ("_expert_linear_kernel", 120, 0): 8,
     ("_prefill_kernel", 120, 0): 32, ("_expand_kernel", 100, 0): 8,
+    ("_linear_kernel", 100, 0): 16, **{("_linear_kernel", chip, 0): 8 for chip in (80, 90)},
+    **{("_expert_linear_kernel", chip, 0): 8 for chip in (80, 86, 89, 90)},
 }  # fmt: skip
 """Bytes that a kernel may spill, by its chip and head size. The 24 of attention, 8 without FP8, are 6 KiB for all
 threads of a program, if each tile of keys and values costs them, beside the 32 KiB of the tile; smaller ones cost more.
-Recurrent layers have the smallest tiles that matrix units take. Those of experts are of prompts, and with weights of 4
-bits. The 32 of attention are of `--deterministic`, which masks every tile of keys. Those of adapters are of prompts."""
+Recurrent layers have the smallest tiles that matrix units take. Products and experts with packed weights spill 8 or 16
+in some sizes, because the assembler stops at 80 or 96 of 255 registers. The 32 of attention are of `--deterministic`,
+which masks every tile of keys. The 8 of adapters are of prompts."""
 
 
 class Kernel(NamedTuple):
