@@ -1,7 +1,8 @@
 """Chooses what computes the steps of an engine: the fastest that agrees with plain torch on this device.
 
-On a GPU every kernel that the model will use is checked when the engine is made. If one raises or differs, the engine
-steps down from it:
+On a GPU every kernel that the model will use is checked when the engine is made. If a kernel of a layer raises or
+differs, torch takes its place, and nothing else changes, unless torch waits for the device there: then steps are not
+captured. If anything else does, the engine steps down from it:
 
 1. steps captured as CUDA graphs;
 2. the same kernels, launched one by one;
@@ -64,7 +65,9 @@ def check_batch_invariant(model: Model, attention: AttentionBackend) -> None:
     reason = "operations of torch compute the layers of this model"
     if isinstance(model, CudaModel) and model.ops.batch_invariant:
         reason = "operations of torch compute attention"
-        if model.states:
+        if model.ops.without:
+            reason = f"operations of torch take the place of {_listed(model.ops.without)}"
+        elif model.states:
             reason = "the kernels for the recurrent layers of this model round a prompt as it is cut"
     raise ConfigError(
         f"--deterministic cannot be promised: {reason} on {model.device}. Leave it out, or choose a model with a fast "
@@ -133,29 +136,61 @@ def _step_down(best: Execution, config: EngineConfig) -> Execution:
     elif not problem:
         reason = f"The Triton kernels do not serve this model in {best.model.dtype}."
     if reason and config.attention == "auto":
-        consequence = "Steps run without CUDA graphs"
-        if chosen.attention.name == "reference":
-            consequence = "Attention runs by operations of torch, which is slow,"
-        elif chosen.model is not best.model:
-            consequence = "The layers run by operations of torch"
-        sentences.insert(0, f"{consequence} on {device}: {reason}")
+        sentences.insert(0, f"{_consequence(best, chosen)} on {device}: {reason}")
     return replace(chosen, fallback=" ".join(sentences))
+
+
+def _consequence(best: Execution, chosen: Execution) -> str:
+    from cbatch.model.cuda import CudaModel
+
+    if chosen.attention.name == "reference":
+        return "Attention runs by operations of torch, which is slow,"
+    parts = []
+    if isinstance(chosen.model, CudaModel) and chosen.model is not best.model:
+        if not chosen.model.ops.without:
+            return "The layers run by operations of torch"
+        parts = [f"Operations of torch take the place of {_listed(chosen.model.ops.without)}"]
+    if best.graphs and not chosen.graphs:
+        parts.append("steps run without CUDA graphs" if parts else "Steps run without CUDA graphs")
+    return ", and ".join(parts)
+
+
+def _listed(kernels: Iterable[str]) -> str:
+    names = sorted(kernels)
+    return f"the kernel{'s' * (len(names) > 1)} {' and '.join(names)}"
 
 
 def _first_that_agrees(best: Execution, block_size: int) -> tuple[Execution, str]:
     """The first that agrees, and why the one before it does not; that is empty for the best one."""
     from cbatch.engine.kernel_checks.all_checks import ModelChecks, without_kernels
 
-    checks = ModelChecks(best.model, best.attention, best.sampler, block_size)
-    if reason := _first_problem(checks.attention_kernels()):
+    def of(one: Execution) -> ModelChecks:
+        return ModelChecks(one.model, one.attention, one.sampler, block_size)
+
+    if reason := _first_problem(of(best).attention_kernels()):
         return _by_torch(best), reason
-    if reason := _first_problem(checks.layers()):
-        if still_wrong := _first_problem([checks.step_by_torch()]):
-            return _by_torch(best), still_wrong
-        return replace(best, model=without_kernels(best.model, heads_first=True), graphs=False), reason
-    if best.graphs and (reason := _first_problem(checks.captured_steps())):
-        return replace(best, graphs=False), reason
-    return best, ""
+    chosen, reasons = best, list[str]()
+    while failed := next((check for check in of(chosen).layers() if not check.agrees), None):
+        reasons.append(failed.reason)
+        if not failed.kernel:
+            if still_wrong := _first_problem([of(best).step_by_torch()]):
+                return _by_torch(best), still_wrong
+            return replace(best, model=without_kernels(best.model, heads_first=True), graphs=False), failed.reason
+        chosen = _without(chosen, failed.kernel)
+    if chosen.graphs and (reason := _first_problem(of(chosen).captured_steps())):
+        reasons.append(reason)
+        chosen = replace(chosen, graphs=False)
+    return chosen, " ".join(reasons)
+
+
+def _without(execution: Execution, kernel: str) -> Execution:
+    """The execution with torch in the place of a kernel of its model's layers."""
+    from cbatch.model.cuda import CudaModel
+
+    model = execution.model
+    assert isinstance(model, CudaModel)
+    ops = replace(model.ops, without=model.ops.without | {kernel})
+    return replace(execution, model=model.with_ops(ops), graphs=execution.graphs and not ops.wait)
 
 
 def _by_torch(best: Execution) -> Execution:

@@ -133,8 +133,8 @@ class CudaModel(ProgramModel):
 
     @property
     def batch_invariant(self) -> bool:
-        """Recurrent layers are not: they go tile by tile in prompts and token by token afterwards."""
-        return self.ops.batch_invariant and not self.states
+        """Recurrent layers are not: they go tile by tile in prompts and token by token afterwards. Nor is torch."""
+        return self.ops.batch_invariant and not self.states and not self.ops.without
 
     @property
     def capturable(self) -> CudaModel:

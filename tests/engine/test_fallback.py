@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,11 +17,12 @@ from cbatch.base.params import SamplingParams
 from cbatch.engine import fallback
 from cbatch.engine.fallback import choose_execution
 from cbatch.engine.kernel_checks import attention as attention_checks
+from cbatch.engine.kernel_checks import kernel_check
 from cbatch.engine.kernel_checks import whole_step as step_checks
 from cbatch.engine.kernel_checks.all_checks import ModelChecks
 from cbatch.engine.kernel_checks.kernel_check import KernelCheck
 from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.model.ops.device_kernel import by_torch
+from cbatch.model.ops.device_kernel import KERNELS, by_torch
 from cbatch.sample.sampler import Sampler
 from tests.support.cuda_model import DEVICE, engine_around, model_of
 from tests.support.generation import generate
@@ -56,8 +58,8 @@ def does_not_fit(*_: Any, **__: Any) -> None:
     raise OutOfResources("out of resource: shared memory, Required: 131072, Hardware limit: 101376.")
 
 
-def wrong(name: str) -> KernelCheck:
-    return KernelCheck(name, 0.5, 0.01)
+def wrong(name: str, kernel: str = "") -> KernelCheck:
+    return KernelCheck(name, 0.5, 0.01, kernel=kernel)
 
 
 @pytest.fixture
@@ -86,7 +88,8 @@ def check_text(engine: SteppingEngine) -> None:
 
 def rung_of(engine: SteppingEngine) -> str:
     attention, ops = engine.attention, engine.model.ops  # type: ignore[attr-defined]
-    return attention if ops.triton else f"{attention}, torch"
+    without = "".join(f" without {name}" for name in ops.without)
+    return attention + without if ops.triton else f"{attention}, torch"
 
 
 def doubled(right: Any, *arguments: Any) -> None:
@@ -100,9 +103,9 @@ def doubled(right: Any, *arguments: Any) -> None:
     ("module", "name", "replacement", "rung", "sentence"),
     [
         (None, "", None, "triton", ""),
-        ("kernel", "activate", doubled, "triton, torch",
-         "The layers run by operations of torch on {device}: activate differs from torch by 1; rounding "
-         "explains 0.0001."),
+        ("kernel", "activate", doubled, "triton without activate",
+         "Operations of torch take the place of the kernel activate on {device}: activate differs from torch by 1; "
+         "rounding explains 0.0001."),
         (triton_attention, "attend_decode", does_not_fit, "reference, torch",
          "Attention runs by operations of torch, which is slow, on {device}: decode attention (heads of 16) fails "
          "(OutOfResources: out of resource: shared memory, Required: 131072, Hardware limit: 101376)."),
@@ -170,6 +173,61 @@ def test_the_first_rung_that_agrees(name: str, fault: str, checked: None, monkey
     assert " ".join(["graphs"] * chosen.graphs + told) + (f": {reason}" if reason else "") == found
     if not ops.triton:
         assert ops == by_torch(heads_first=chosen.attention.name == "triton")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "graphs", "start"),
+    [
+        (["activate"], True, "Operations of torch take the place of the kernel activate on "),
+        (["combine", "activate"], True, "Operations of torch take the place of the kernels activate and combine on "),
+        (["route"], False, "Operations of torch take the place of the kernel route, and steps run without CUDA graphs"),
+    ],
+)
+def test_one_kernel_is_left_out(
+    kernels: list[str], graphs: bool, start: str, checked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards all other kernels, and graphs, of an engine one of whose kernels failed: only it is replaced."""
+    give(monkeypatch)
+
+    def layers(checks: ModelChecks) -> list[KernelCheck]:
+        left = [name for name in kernels if name not in checks.model.ops.without]  # type: ignore[attr-defined]
+        return [RIGHT, *(wrong(f"{name} (2)", name) for name in left)]
+
+    monkeypatch.setattr(ModelChecks, "layers", layers)
+    monkeypatch.setattr(fallback, "select_attention", lambda *_: TritonAttention(DEVICE))
+    model = model_of(network())
+    chosen = choose_execution(EngineConfig(), model)
+    ops = chosen.model.ops  # type: ignore[attr-defined]
+    assert ops == replace(model.ops, without=frozenset(kernels)) and chosen.graphs == graphs
+    assert chosen.fallback.startswith(start) and all(f"{name} (2) differs" in chosen.fallback for name in kernels)
+    for name, kernel in KERNELS.items():
+        by_torch_now = kernel.function_for(ops) is kernel.function_for(by_torch(heads_first=True))
+        assert by_torch_now or name not in kernels
+    with pytest.raises(ConfigError, match=r"operations of torch take the place of the kernels? "):
+        choose_execution(EngineConfig(deterministic=True), model)
+
+
+def test_memory_that_ran_out_condemns_no_kernel(checked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a kernel whose check found the device full: it is tried once more after memory was given back."""
+    failures, released = [0], list[Any]()
+
+    def full(right: Any, *arguments: Any) -> None:
+        failures[0] -= 1
+        if failures[0] >= 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        right(*arguments)
+
+    def run() -> Any:
+        with monkeypatch.context() as patch:
+            replace_kernel(patch, "activate", full)
+            return kernel_engine(patch)
+
+    monkeypatch.setattr(kernel_check, "release_memory", released.append)
+    failures[0] = 1
+    assert rung_of(engine := run()) == "triton" and engine.stats().fallback == "" and released == [DEVICE]
+    failures[0] = 2
+    assert rung_of(engine := run()) == "triton without activate"
+    assert "activate fails (CUDA out of memory" in engine.stats().fallback
 
 
 @pytest.mark.parametrize("name", ["auto", "triton"])

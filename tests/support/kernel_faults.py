@@ -22,6 +22,7 @@ def replace_kernel(
 
     def function_for(self: DeviceKernel[Any, Any], ops: DeviceOps) -> Callable[..., Any]:
         right = right_for(self, ops)
-        return partial(wrong, right) if self.name == name and (triton if ops.triton else of_torch) else right
+        by_kernel = ops.triton and name not in ops.without
+        return partial(wrong, right) if self.name == name and (triton if by_kernel else of_torch) else right
 
     patch.setattr(DeviceKernel, "function_for", function_for)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cbatch.base.errors import CbatchError, ModelError, in_short
 from cbatch.runtime.kv_cache import FP8, as_bytes
-from cbatch.runtime.memory import clear_frames
+from cbatch.runtime.memory import clear_frames, is_out_of_memory, release_memory
 from cbatch.runtime.transfer import computing_on, synchronize
 
 R = TypeVar("R")
@@ -53,6 +53,7 @@ class KernelCheck:
     skipped:   why the kernel was not checked, if it was not; then the error is 0
     workload:  makes the kernel's workload; None if its speed says nothing
     of_tokens: whether it gives tokens, not numbers
+    kernel:    of which operation it is the kernel, by name in `KERNELS`; empty for any other check
     """
 
     name: str
@@ -62,6 +63,7 @@ class KernelCheck:
     workload: Callable[[], Workload] | None = None
     skipped: str = ""
     of_tokens: bool = False
+    kernel: str = ""
 
     @property
     def agrees(self) -> bool:
@@ -86,7 +88,7 @@ def run_check(
     *,
     of_tokens: bool = False,
 ) -> KernelCheck:
-    """Runs one check.
+    """Runs one check, and once more if memory ran out, after all that is not in use was given back.
 
     measure: runs the kernel, waits for it, and returns its error
 
@@ -99,13 +101,24 @@ def run_check(
         return replace(work, run=partial(_as_step, device, work.run))
 
     made = partial(make, workload) if workload is not None else None
-    try:
-        return KernelCheck(name, _as_step(device, measure), tolerance, workload=made, of_tokens=of_tokens)
-    except CbatchError:
-        raise
-    except Exception as error:  # whatever a compiler, a driver or a library raises
-        failure = in_short(error)
-        clear_frames(error)
+    failure = ""
+    for _ in range(2):
+        try:
+            return KernelCheck(name, _as_step(device, measure), tolerance, workload=made, of_tokens=of_tokens)
+        except CbatchError:
+            raise
+        except Exception as error:  # whatever a compiler, a driver or a library raises
+            failure, is_full = in_short(error), is_out_of_memory(error)
+            clear_frames(error)
+        _check_alive(name, device)
+        if not is_full:
+            break
+        release_memory(device)
+    return KernelCheck(name, math.nan, tolerance, failure)
+
+
+def _check_alive(name: str, device: torch.device) -> None:
+    """Raises ModelError if nothing more runs on the device."""
     try:
         synchronize(device)
     except Exception as error:
@@ -113,7 +126,6 @@ def run_check(
             f"{device} stopped working while {name} was checked ({in_short(error)}), and nothing more runs on it in "
             "this process; start again with --attention reference."
         ) from error
-    return KernelCheck(name, math.nan, tolerance, failure)
 
 
 def _as_step(device: torch.device, function: Callable[[], R]) -> R:

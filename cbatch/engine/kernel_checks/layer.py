@@ -238,14 +238,16 @@ class LayerChecks:
             calls = noted_calls(model, self.block_size, self.kv_dtype)
         for call in calls:
             kernel = call.kernel
-            if not kernel.triton or (kernel.name == "linear" and not model.ops.batch_invariant):
+            is_torch = not kernel.triton or kernel.name in model.ops.without
+            if is_torch or (kernel.name == "linear" and not model.ops.batch_invariant):
                 continue  # torch's or the library's: nothing could take its place
             seen[kernel.name] += 1
             name = kernel.name + (f" ({seen[kernel.name]})" if seen[kernel.name] > 1 else "")
             tolerance = TOLERANCES[model.dtype]
             if kernel.is_product:
                 tolerance = product_tolerance(model.dtype, tolerance)
-            yield run_check(name, model.device, tolerance, partial(self._error, call), partial(self._workload, call))
+            measure, workload = partial(self._error, call), partial(self._workload, call)
+            yield replace(run_check(name, model.device, tolerance, measure, workload), kernel=kernel.name)
         tolerance = product_tolerance(model.dtype, _HEAD_TOLERANCES[model.dtype])
         yield run_check("output head", model.device, tolerance, self._head_error, self._head_workload)
 

@@ -107,7 +107,7 @@ class ShortConvolution(Operation):
         convolve_by_channel(step.ops, part, weights, self.activation, state, step.recurrence, target, *gates)
 
 
-@device_kernel("convolution:convolve")
+@device_kernel("convolution:convolve", waits=True)
 def convolve_by_channel(
     source: Tensor, weights: tuple[Tensor, Tensor | None], activation: str, state: Tensor, recurrence: Recurrence,
     out: Tensor, input_gate: Tensor | None, output_gate: Tensor | None,

@@ -29,12 +29,19 @@ class DeviceOps:
     batch_invariant: whether the bits of a row do not depend on other rows, or on how many there are. Recurrences are
                  left out
     capability:  of the chip, 90 for 9.0
+    without:     names of kernels whose place torch takes, because they failed their checks
     """
 
     triton: bool = False
     heads_first: bool = False
     batch_invariant: bool = False
     capability: int = 0
+    without: frozenset[str] = frozenset()
+
+    @property
+    def wait(self) -> bool:
+        """Whether torch waits for the device in the place of any of its kernels."""
+        return any(KERNELS[name].waits for name in self.without)
 
     def call(self, kernel: DeviceKernel[Any, R], arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> R:
         result: R = kernel.function_for(self)(*arguments, **keywords)
@@ -60,6 +67,7 @@ class DeviceKernel(Generic[P, R]):
     triton:   where its kernel is, of the same arguments, as module:function; empty if it has none
     updates:  which of its arguments is read and written
     is_product: it multiplies matrices
+    waits:    the function by torch waits for the device
 
     An argument called `weights` is not a part of the step; one called `state` is followed by a `Recurrence`. Either
     function may take `capability`, `batch_invariant` and `heads_first` in addition, by keyword.
@@ -70,6 +78,7 @@ class DeviceKernel(Generic[P, R]):
     triton: str = ""
     updates: str = ""
     is_product: bool = False
+    waits: bool = False
     _found: dict[tuple[Any, ...], Callable[..., R]] = field(default_factory=dict)
 
     def __call__(self, ops: DeviceOps, *arguments: P.args, **keywords: P.kwargs) -> R:
@@ -77,10 +86,11 @@ class DeviceKernel(Generic[P, R]):
 
     def function_for(self, ops: DeviceOps) -> Callable[..., R]:
         """The function that computes it on such a device."""
-        key = ops.triton, ops.heads_first, ops.batch_invariant, ops.capability
+        by_kernel = ops.triton and bool(self.triton) and self.name not in ops.without
+        key = by_kernel, ops.heads_first, ops.batch_invariant, ops.capability
         if key not in self._found:
             function: Callable[..., R] = self.meaning
-            if ops.triton and self.triton:
+            if by_kernel:
                 module, _, name = self.triton.partition(":")
                 function = getattr(import_module(f"cbatch.kernels.triton.{module}"), name)
             wanted = inspect.signature(function).parameters
@@ -101,12 +111,13 @@ KERNELS: dict[str, DeviceKernel[Any, Any]] = {}
 
 
 def device_kernel(
-    triton: str = "", *, updates: str = "", is_product: bool = False
+    triton: str = "", *, updates: str = "", is_product: bool = False, waits: bool = False
 ) -> Callable[[Callable[P, R]], DeviceKernel[P, R]]:
     """Makes a function of torch a `DeviceKernel`, whose fields these are."""
 
     def make(meaning: Callable[P, R]) -> DeviceKernel[P, R]:
-        kernel = DeviceKernel(triton.partition(":")[2] or meaning.__name__, meaning, triton, updates, is_product)
+        name = triton.partition(":")[2] or meaning.__name__
+        kernel = DeviceKernel(name, meaning, triton, updates, is_product, waits)
         KERNELS[kernel.name] = kernel
         return kernel
 

@@ -199,7 +199,7 @@ class Experts(Operation):
             target.copy_(share)
 
 
-@device_kernel("experts:route")
+@device_kernel("experts:route", waits=True)
 def route(scores: Tensor, router: Route, weights: tuple[Tensor | None, Tensor | None]) -> DeviceRouting:
     """Chooses experts by what the router's matrix gives for each token, [T, experts] float32.
 
@@ -251,7 +251,7 @@ def _without_groups(wanted: Tensor, router: Route) -> Tensor:
     return grouped.masked_fill(~kept[:, :, None], dropped).flatten(1)
 
 
-@device_kernel("experts:expert_linear", is_product=True)
+@device_kernel("experts:expert_linear", is_product=True, waits=True)
 def expert_linear(
     source: Tensor, routing: DeviceRouting, experts: ExpertWeights, out: Tensor, *, gathers: bool, weighs: bool
 ) -> None:

@@ -95,7 +95,7 @@ class GatedDelta(Operation):
         apply_delta_rule(step.ops, source, controls, self, weights, state, step.recurrence, target)
 
 
-@device_kernel("gated_delta:gated_delta")
+@device_kernel("gated_delta:gated_delta", waits=True)
 def apply_delta_rule(
     qkv: Tensor, controls: Tensor, heads: GatedDelta, weights: tuple[Tensor, Tensor], state: Tensor,
     recurrence: Recurrence, out: Tensor,

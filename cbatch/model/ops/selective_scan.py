@@ -95,7 +95,7 @@ class SelectiveScan(Operation):
         scan(step.ops, source, columns, self, weights, state, step.recurrence, target)
 
 
-@device_kernel("recurrence:selective_scan")
+@device_kernel("recurrence:selective_scan", waits=True)
 def scan(
     xbc: Tensor, steps: Tensor, heads: SelectiveScan, weights: tuple[Tensor, Tensor, Tensor], state: Tensor,
     recurrence: Recurrence, out: Tensor,
