@@ -363,6 +363,8 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _compute_now(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Result for a host that has waited for an operation."""
+        if not self.computes and func is aten._local_scalar_dense.default:
+            return args[0].dtype.is_floating_point and 0.0  # made up, and False for a comparison
         assert self.computes, f"{func} needs a device that computes."
         with self.computing():
             found = func(*mapped_numbers(args), **mapped_numbers(kwargs))
