@@ -125,7 +125,7 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
             "attention": self.attention,
             "context": f"{model.max_model_len:,} tokens",
             "KV cache": f"{limits.cache_tokens:,} tokens in {limits.num_blocks:,} blocks of {limits.block_size}: "
-            f"{format_bytes(limits.cache_tokens * per_token)}, {format_bytes(per_token)} a token"
+            f"{format_bytes(limits.cache_tokens * per_token)}{share}, {format_bytes(per_token)} a token"
             if per_token
             else "none, since the model has recurrent layers only",
             "batch": f"up to {format_count(limits.max_seqs, 'sequence')} and "
