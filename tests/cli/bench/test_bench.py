@@ -265,7 +265,7 @@ def test_memory_of_a_long_prompt() -> None:
     sizes = [(entry["prompt_tokens"], entry["tokens_a_step"]) for entry in found]
     assert sizes == [(1023, 64), (1023, 256), (1023, 1023)]
     small, middle, whole = (entry["peak_bytes"] for entry in found)
-    assert whole > 2 * small and whole > 1.7 * middle, found
+    assert whole > 1.8 * small and whole > 1.7 * middle, found
 
 
 def test_prompts_in_other_forms(model_folder: Path, tmp_path: Path) -> None:
