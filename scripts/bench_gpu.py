@@ -41,8 +41,9 @@ class Report(logging.Handler):
     """Prints results as they come, with the warnings of the engine, and keeps them for the files.
 
     lines:   all results of all parts
-    results: the same by part, as JSON
+    results: the same by part, as JSON, each with its `text`
     log:     a file for what is printed
+    path:    the file that `results` are written to after each of them, as the process may be killed at any time
     """
 
     def __init__(self) -> None:
@@ -52,6 +53,11 @@ class Report(logging.Handler):
         self.results: dict[str, Any] = {}
         self.failed: list[str] = []
         self.log: TextIO | None = None
+        self.path: Path | None = None
+
+    def save(self) -> None:
+        if self.path is not None:
+            self.path.write_text(json.dumps(self.results, indent=1) + "\n")
 
     def say(self, line: object) -> None:
         text = f"[{time.perf_counter() - self.begun:5.0f} s] {line}"
@@ -71,11 +77,13 @@ class Report(logging.Handler):
             for line in lines():
                 self.say(line)
                 self.lines.append(line)
-                found.append(asdict(line) if hasattr(line, "__dataclass_fields__") else line)
+                found.append({"text": str(line)} | asdict(line) if hasattr(line, "__dataclass_fields__") else line)
+                self.save()
         except Exception as error:
             self.failed.append(name)
             found.append({"failed": f"{type(error).__name__}: {error}"})
             self.say(traceback.format_exc().rstrip())
+            self.save()
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -130,8 +138,9 @@ def main(arguments: list[str] | None = None) -> int:
     logger.addHandler(report)
     try:
         with Path(f"{prefix}.log").open("w") as report.log:
+            report.path = Path(f"{prefix}.json")
             measure(report, shapes, device, name, options)
-            Path(f"{prefix}.json").write_text(json.dumps(report.results, indent=1) + "\n")
+            report.save()
             report.say(f"done in {prefix}.log and .json; failed: {', '.join(report.failed) or 'nothing'}")
     finally:
         logger.removeHandler(report)

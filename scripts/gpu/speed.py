@@ -147,24 +147,23 @@ def attention_lines(shapes: dict[str, Config], rates: DeviceRates, device: torch
 def sweep_lines(config: Config, rates: DeviceRates, device: torch.device) -> Iterator[Line]:
     """Measures other settings of the kernels, to find better ones. Each is compiled first."""
     cache = decode_cache(config, 256, device)
-    choices: dict[str, list[Any]] = {
-        "tile_bytes": [8192, 16384, 32768],
-        "stages": [3, 5, 7],
-        "warps": [2, 4, 8],
-    }
-    for values in itertools.product(*choices.values()):
-        settings = dict(zip(choices, values, strict=True))
+    on_gpu = device.type == "cuda"
+    for tile, stages, warps in itertools.product((8192, 16384, 32768), (3, 5, 7), (2, 4, 8) if on_gpu else (4,)):
+        what = f"decode, tiles of {tile} bytes, {stages} stages, {warps} warps"
         try:
-            attention = TritonAttention(device, DecodeTuning(**settings))
-            yield decode_line(f"decode {settings}", cache, attention, rates)
+            attention = TritonAttention(device, DecodeTuning(tile_bytes=tile, stages=stages, warps=warps))
+            yield decode_line(what, cache, attention, rates)
         except Exception as error:  # some settings need more of the device than there is
-            print(f"decode {settings}: {type(error).__name__}")
+            print(f"{what}: {type(error).__name__}")
+    chunks, length = (4, 2048) if on_gpu else (2, 16)
     for rows, warps, tokens, stages in itertools.product((64, 128), (4, 8), (32, 64, 128), (2, 3, 5)):
+        what = f"prefill, tiles of {rows} rows by {tokens} tokens, {stages} stages, {warps} warps"
         tuning = PrefillTuning(rows=rows, warps=warps, tokens=tokens, stages=stages)
         try:
-            yield prefill_line(f"prefill {tuning}", config, 4, 0, 2048, rates, TritonAttention(device, prefill=tuning))
+            attention = TritonAttention(device, prefill=tuning)
+            yield prefill_line(what, config, chunks, 0, length, rates, attention)
         except Exception as error:
-            print(f"prefill {tuning}: {type(error).__name__}")
+            print(f"{what}: {type(error).__name__}")
 
 
 def step_lines(name: str, decoder: CudaModel, rates: DeviceRates) -> Iterator[Line]:

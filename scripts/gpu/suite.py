@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,9 +16,9 @@ TIMEOUT_S = 450
 ON_GPU = re.compile(r"\bDEVICE\b|mark\.gpu\b|cuda_model\b")
 
 
-def modules() -> list[str]:
+def modules(folders: Sequence[str] = FOLDERS) -> list[str]:
     """The modules with tests that run on a GPU. Others may need packages that a borrowed machine does not have."""
-    paths = (path for folder in FOLDERS for path in (ROOT / "tests" / folder).rglob("test_*.py"))
+    paths = (path for folder in folders for path in (ROOT / "tests" / folder).rglob("test_*.py"))
     return sorted(str(path.relative_to(ROOT)) for path in paths if ON_GPU.search(path.read_text()))
 
 
@@ -30,13 +30,10 @@ def test_lines(*, on_gpu: bool, few: bool) -> Iterator[str]:
     """
     if find_spec("pytest") is None:
         raise RuntimeError("The tests need pytest; see docs/gpu.md for machines without a network.")
-    chosen = [path for path in modules() if not few or "triton_layer" in path]
-    options = "-o addopts= -p no:cacheprovider -q -rfEs --tb=short --durations=10 --color=no".split()
-    command = [sys.executable, "-m", "pytest", *options, "-m", "gpu" if on_gpu else "kernels", *chosen]
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path_of_imports()}, timeout=TIMEOUT_S,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+            command(on_gpu=on_gpu, few=few), cwd=ROOT, env=os.environ | {"PYTHONPATH": path_of_imports()},
+            timeout=TIMEOUT_S, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         yield from lines_of((error.stdout or b"").decode(errors="replace"))
@@ -44,6 +41,21 @@ def test_lines(*, on_gpu: bool, few: bool) -> Iterator[str]:
     yield from lines_of(done.stdout)
     if done.returncode:
         raise RuntimeError(f"pytest ended with exit code {done.returncode}.")
+
+
+def command(folders: Sequence[str] = FOLDERS, *, on_gpu: bool, few: bool) -> list[str]:
+    """Runs pytest on these folders. A module that lacks a package, or a test that hangs, is named in what it prints.
+
+    few: run the tests of one module, or only import those of folders that do not have it
+    """
+    chosen = modules(folders)
+    options = "-o addopts= -o faulthandler_timeout=60 -p no:cacheprovider --continue-on-collection-errors".split()
+    if few and not (mine := [path for path in chosen if "triton_layer" in path]):
+        options.append("--collect-only")
+    elif few:
+        chosen = mine
+    options += "-q -rfEs --tb=short --durations=10 --color=no -m".split()
+    return [sys.executable, "-m", "pytest", *options, "gpu" if on_gpu else "kernels", *chosen]
 
 
 def path_of_imports() -> str:
