@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from cbatch.base.chat_template_options import DEFAULT_TEMPLATE, TemplateOptions
 from cbatch.base.config import EngineConfig
-from cbatch.base.errors import ConfigError, EngineError, RequestError
+from cbatch.base.errors import ConfigError, EngineError, RequestError, invalid_row
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import ParamsLike, Request, RequestDefaults
 from cbatch.base.spelling import similar_name
@@ -291,9 +291,7 @@ class Engine(AbstractContextManager["Engine"]):
             if is_single and not is_one:
                 values, is_single = values * len(after), False
         if len(after) != len(values):
-            raise RequestError(
-                "invalid_row", f"Each text needs one continuation: there are {len(values):,} and {len(after):,}."
-            )
+            raise invalid_row(f"Each text needs one continuation: there are {len(values):,} and {len(after):,}.")
         params = SamplingParams(max_tokens=0, prompt_logprobs=top, lora=lora)
         joined = [_joined(self.core, plain(text), plain(then)) for text, then in zip(values, after, strict=True)]
         good = [one for one in joined if isinstance(one, tuple)]
@@ -353,7 +351,7 @@ class Engine(AbstractContextManager["Engine"]):
         """
         if not isinstance(params, SamplingParams | Mapping | None):
             kind = type(params).__name__
-            raise RequestError("invalid_row", f"params must be SamplingParams or a mapping for all rows, not {kind}.")
+            raise invalid_row(f"params must be SamplingParams or a mapping for all rows, not {kind}.")
         if seed is None and path is not None:
             raise ConfigError("seed=None takes new randomness, which resume could not repeat; give a seed with a path.")
         run_seed = secrets.randbits(64) if seed is None else seed
@@ -444,7 +442,7 @@ class Engine(AbstractContextManager["Engine"]):
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens too. Raises RequestError if the model has no tokenizer."""
         if self.core.tokenizer is None:
-            raise RequestError("invalid_row", "This model has no tokenizer.")
+            raise invalid_row("This model has no tokenizer.")
         return self.core.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     @property
@@ -547,11 +545,11 @@ def _joined(core: SteppingEngine, text: Any, then: Any) -> tuple[list[int], int]
             ids = core.encode(text, raw=True, context=context)
             whole = ids if then is None else core.encode(text + then, raw=True, context=context)
         elif isinstance(text, str | Mapping) or isinstance(then, str | Mapping) or not isinstance(text, list):
-            raise RequestError("invalid_row", "score takes plain texts, or token ids for both text and continuation.")
+            raise invalid_row("score takes plain texts, or token ids for both text and continuation.")
         else:
             ids, whole = text, [*text, *(then or ())]
         if not whole:
-            raise RequestError("invalid_row", "An empty text has no token to score.")
+            raise invalid_row("An empty text has no token to score.")
     except RequestError as error:
         return Score(math.nan, error=error.with_traceback(None))
     differing = (at for at, (one, other) in enumerate(zip(ids, whole, strict=False)) if one != other)

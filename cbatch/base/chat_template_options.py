@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from typing import Any
 
-from cbatch.base.errors import RequestError
+from cbatch.base.errors import invalid_row
 
 FIXED_DATE = date(2024, 7, 26)
 """The date given to chat templates by default: the one that Llama's own template uses if it has no clock."""
@@ -23,7 +23,7 @@ RESERVED_VARIABLES = frozenset(
 def check_variables(kwargs: Mapping[str, Any], reserved: frozenset[str]) -> None:
     """Raises RequestError (`invalid_row`) if one of a template's variables is reserved."""
     if wrong := sorted(reserved & kwargs.keys()):
-        raise RequestError("invalid_row", f"chat_template_kwargs cannot set {wrong[0]}: the engine sets it itself.")
+        raise invalid_row(f"chat_template_kwargs cannot set {wrong[0]}: the engine sets it itself.")
 
 
 def effort_variables(effort: str, source: str) -> dict[str, Any]:
@@ -38,8 +38,8 @@ def effort_variables(effort: str, source: str) -> dict[str, Any]:
     if "reasoning_effort" in source:
         return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     but = '; "none" turns the thinking of this one off, and thinking_budget bounds it'
-    what = f"reasoning_effort needs a chat template that has levels{but if 'enable_thinking' in source else ''}."
-    raise RequestError("invalid_row", what)
+    advice = but if "enable_thinking" in source else ""
+    raise invalid_row(f"reasoning_effort needs a chat template that has levels{advice}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +64,21 @@ class TemplateOptions:
 
     def __post_init__(self) -> None:
         if not isinstance(self.add_generation_prompt, bool | None):
-            raise RequestError("invalid_row", "add_generation_prompt must be true or false.")
+            raise invalid_row("add_generation_prompt must be true or false.")
         if not isinstance(self.continue_final_message, bool):
-            raise RequestError("invalid_row", "continue_final_message must be true or false.")
+            raise invalid_row("continue_final_message must be true or false.")
         if not isinstance(self.today, date):
-            raise RequestError("invalid_row", "The date of a chat template must be a datetime.date.")
+            raise invalid_row("The date of a chat template must be a datetime.date.")
         if self.continue_final_message and self.add_generation_prompt:
             what = "add_generation_prompt begins a new message, and continue_final_message goes on with the last one"
-            raise RequestError("invalid_row", f"{what}; ask for one of them.")
+            raise invalid_row(f"{what}; ask for one of them.")
         if not isinstance(self.kwargs, Mapping) or not all(isinstance(name, str) for name in self.kwargs):
-            raise RequestError("invalid_row", "chat_template_kwargs must be an object of variables for the template.")
+            raise invalid_row("chat_template_kwargs must be an object of variables for the template.")
         check_variables(self.kwargs, RESERVED_VARIABLES)
         try:
             copied = json.loads(json.dumps(dict(self.kwargs), allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
-            raise RequestError("invalid_row", f"chat_template_kwargs must hold JSON values only: {error}.") from None
+            raise invalid_row(f"chat_template_kwargs must hold JSON values only: {error}.") from None
         object.__setattr__(self, "kwargs", copied)
 
     @property

@@ -62,6 +62,11 @@ class RequestError(CbatchError):
         return type(self), (self.code, str(self))  # so that it can be sent to another process
 
 
+def invalid_row(message: str) -> RequestError:
+    """The error of a request that asks for something wrong."""
+    return RequestError("invalid_row", message)
+
+
 class NativePanic(Exception):
     """Native code has panicked. The text says why, without a full stop."""
 

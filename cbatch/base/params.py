@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeGuard, TypeVar, get_args
 
-from cbatch.base.errors import RequestError
+from cbatch.base.errors import RequestError, invalid_row
 from cbatch.base.option import Option, documented
 from cbatch.base.spelling import similar_name
 
@@ -85,7 +85,7 @@ class Constraint:
 
 def _invalid(name: str, wanted: str, value: object) -> RequestError:
     too_large = isinstance(value, int) and value.bit_length() > 100  # Python refuses to print very long ones
-    return RequestError("invalid_row", f"{name} must be {wanted}, not {'this' if too_large else repr(value)[:60]}.")
+    return invalid_row(f"{name} must be {wanted}, not {'this' if too_large else repr(value)[:60]}.")
 
 
 def _is_int(value: object) -> TypeGuard[int]:
@@ -151,7 +151,7 @@ def _num_logprobs(name: str, value: object) -> int | None:
 def _few_texts(name: str, value: object) -> tuple[str, ...]:
     texts = _tuple_of(name, value, str)
     if len(texts) > MAX_STRINGS:
-        raise RequestError("invalid_row", f"{name} has {len(texts):,} strings; at most {MAX_STRINGS:,} are allowed.")
+        raise invalid_row(f"{name} has {len(texts):,} strings; at most {MAX_STRINGS:,} are allowed.")
     return texts
 
 
@@ -481,10 +481,10 @@ class SamplingParams:
         for name, info in PARAMS.items():
             object.__setattr__(self, name, info.check(name, getattr(self, name)))
         if self.max_tokens == 0 and self.n != 1:
-            raise RequestError("invalid_row", "n must be 1 if max_tokens is 0: nothing is generated.")
+            raise invalid_row("n must be 1 if max_tokens is 0: nothing is generated.")
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
-            raise RequestError("invalid_row", f"{' and '.join(given)} cannot be combined.")
+            raise invalid_row(f"{' and '.join(given)} cannot be combined.")
 
     @property
     def greedy(self) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cbatch.base.chat_template_options import DEFAULT_TEMPLATE, TemplateOptions
-from cbatch.base.errors import RequestError
+from cbatch.base.errors import RequestError, invalid_row
 from cbatch.base.outputs import KnownOutput, TokenEvent
 from cbatch.base.params import DEFAULT_PARAMS, SamplingParams
 
@@ -199,7 +199,7 @@ class RequestDefaults:
     def __post_init__(self) -> None:
         """Raises RequestError for a seed or a system message of a wrong type."""
         if isinstance(self.seed, bool) or not hasattr(self.seed, "__index__"):
-            raise RequestError("invalid_row", f"seed must be a whole number or None, not {self.seed!r}.")
+            raise invalid_row(f"seed must be a whole number or None, not {self.seed!r}.")
         object.__setattr__(self, "seed", operator.index(self.seed))  # numpy has whole numbers of its own
         if not isinstance(self.system, str | None):
-            raise RequestError("invalid_row", f"system must be a text or None, not {type(self.system).__name__}.")
+            raise invalid_row(f"system must be a text or None, not {type(self.system).__name__}.")

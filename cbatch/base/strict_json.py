@@ -9,7 +9,7 @@ from collections import Counter
 from itertools import chain
 from typing import Any
 
-from cbatch.base.errors import RequestError
+from cbatch.base.errors import RequestError, invalid_row
 
 MAX_DEPTH = 100
 """Deeper than any real row, and well below the depth at which Python's own JSON encoder fails."""
@@ -45,12 +45,12 @@ def parse_json_object(text: str, where: str, what: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise RequestError("invalid_json", f"{where}, column {error.colno}: {error.msg}") from None
     except TooManyValues as error:
-        raise RequestError("invalid_row", f"{where}: {what} has {error}") from None
+        raise invalid_row(f"{where}: {what} has {error}") from None
     except ValueError as error:
         reason = "a number has too many digits" if "digits" in str(error) else str(error)
         raise RequestError("invalid_json", f"{where}: {reason}") from None
     if not isinstance(value, dict):
-        raise RequestError("invalid_row", f"{where}: {what} is a JSON object, not {json_type(value)}")
+        raise invalid_row(f"{where}: {what} is a JSON object, not {json_type(value)}")
     if "\\u" in text and ("\\ud" in text or "\\uD" in text):  # perhaps lone surrogates, in keys or values
         encoded = json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass")
         fields: dict[str, Any] = json.loads(encoded.decode("utf-16", "replace"))

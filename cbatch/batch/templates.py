@@ -15,7 +15,7 @@ from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
-from cbatch.base.errors import ConfigError, RequestError
+from cbatch.base.errors import ConfigError, RequestError, invalid_row
 from cbatch.batch.lines import Line
 from cbatch.requests.prompts import plain, row_fields
 
@@ -209,7 +209,7 @@ def _identity(row: object) -> dict[str, Any]:
 def _failed(index: int, error: Exception, *known: dict[str, Any]) -> Line:
     """The line of a row that cannot be read, with the first of `known` that JSON can hold."""
     if not isinstance(error, RequestError):
-        error = RequestError("invalid_row", f"the row cannot be written as JSON: {error}")
+        error = invalid_row(f"the row cannot be written as JSON: {error}")
     reason = RequestError(error.code, f"line {index + 1}: {error}")
     for fields in known:
         with suppress(ValueError):  # a number may have too many digits

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from cbatch.base.chat_template_options import TemplateOptions, effort_variables
-from cbatch.base.errors import RequestError, as_error
+from cbatch.base.errors import RequestError, as_error, invalid_row
 from cbatch.base.params import SamplingParams, derive_seed
 from cbatch.base.request import Request, RequestDefaults, ToolChoice
 from cbatch.extras import require_package
@@ -97,9 +97,9 @@ class InputProcessor:
             kind, name = ("id", row.id) if row.id is not None else ("index", row.index)
             row.seed = derive_seed(defaults.seed, kind, name) if effective.seed is None else effective.seed
             if row.tools and (not self._has_template or defaults.raw):
-                raise RequestError("invalid_row", f"tools need the chat template, {self._why_no_template()}")
+                raise invalid_row(f"tools need the chat template, {self._why_no_template()}")
             if row.tools and (self._tokenizer is None or not self._tokenizer.takes_tools):
-                raise RequestError("invalid_row", "this model's chat template takes no tools")
+                raise invalid_row("this model's chat template takes no tools")
             row.columns = defaults.columns
             if row.text is not None and self._has_template and not (row.raw or defaults.raw):
                 row.text, row.messages = None, [{"role": "user", "content": row.text}]
@@ -165,10 +165,10 @@ class InputProcessor:
         if messages is None:
             if row.system or row.given_template:
                 name = "system" if row.system else next(iter(row.given_template))
-                raise RequestError("invalid_row", f"{name} needs the chat template, {self._why_no_template()}")
+                raise invalid_row(f"{name} needs the chat template, {self._why_no_template()}")
         elif any(message["role"] == "system" for message in messages):
             if row.system:
-                raise RequestError("invalid_row", "the row has both system and a message with that role")
+                raise invalid_row("the row has both system and a message with that role")
         elif (system := row.system or self._defaults.system) is not None:
             row.messages = [{"role": "system", "content": system}, *messages]
 
@@ -199,7 +199,7 @@ def encoded_ids(request: Request, tokenizer: ChatTokenizer | None, context: int 
     if request.prompt_ids or (request.text is None and request.messages is None):
         return request.prompt_ids
     if tokenizer is None:
-        raise RequestError("invalid_row", "This model has no tokenizer; give prompt_token_ids.")
+        raise invalid_row("This model has no tokenizer; give prompt_token_ids.")
     if request.messages is None:
         return tokenizer.encode(request.text or "", context=context)
     tools, template = request.tools, request.template
@@ -237,7 +237,7 @@ def check_adapter(name: str, known: Iterable[str]) -> None:
     if not name or name in names:
         return
     shown = f"there are {', '.join(names)}" if names else "none is loaded; --lora NAME=PATH loads one"
-    raise RequestError("invalid_row", f"there is no LoRA adapter {name[:60]!r}: {shown}")
+    raise invalid_row(f"there is no LoRA adapter {name[:60]!r}: {shown}")
 
 
 @lru_cache(maxsize=256)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from cbatch.base.errors import RequestError
+from cbatch.base.errors import RequestError, invalid_row
 from cbatch.base.params import EFFORTS, PARAM_NAMES
 from cbatch.base.spelling import shortened, similar_name
 from cbatch.base.strict_json import json_type
@@ -199,9 +199,9 @@ def _json_schema(name: str, value: Any) -> dict[str, Any]:
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError):
-            raise _wrong(f"{name} is not valid JSON") from None
+            raise invalid_row(f"{name} is not valid JSON") from None
     if not isinstance(schema, Mapping | bool):
-        raise _wrong(f"{name} must be a JSON schema, not {json_type(schema)}")
+        raise invalid_row(f"{name} must be a JSON schema, not {json_type(schema)}")
     schema = dict(schema) if isinstance(schema, Mapping) else schema
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
 
@@ -209,7 +209,7 @@ def _json_schema(name: str, value: Any) -> dict[str, Any]:
 def _structured_outputs(name: str, value: Any) -> dict[str, Any]:
     """vLLM: an object with one of `json`, `regex`, `choice`, `grammar` and `json_object`."""
     if not isinstance(value, Mapping):
-        raise _wrong(f"{name} must be an object, not {json_type(value)}")
+        raise invalid_row(f"{name} must be an object, not {json_type(value)}")
     made: dict[str, Any] = {}
     for key, given in value.items():
         if given in (None, False) or str(key).lstrip("_").startswith(("backend", "disable_fallback")):
@@ -221,14 +221,14 @@ def _structured_outputs(name: str, value: Any) -> dict[str, Any]:
         elif key == "json_object":
             made |= _JSON_OBJECT
         else:
-            raise _wrong(f"{name}.{key} is not available: it has json, json_object, regex, choice and grammar")
+            raise invalid_row(f"{name}.{key} is not available: it has json, json_object, regex, choice and grammar")
     return made
 
 
 def _object_of(known: Sequence[str], name: str, value: Any) -> dict[str, Any]:
     """Parameters by name: `options` of ollama, and `extra_body` of the `openai` package."""
     if not isinstance(value, Mapping):
-        raise _wrong(f"{name} must be an object of parameters, not {json_type(value)}")
+        raise invalid_row(f"{name} must be an object of parameters, not {json_type(value)}")
     made = translate(value)
     check_known(made, known)
     return made
@@ -236,13 +236,13 @@ def _object_of(known: Sequence[str], name: str, value: Any) -> dict[str, Any]:
 
 def _variable(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, bool):
-        raise _wrong(f"{name} must be true or false, not {json_type(value)}")
+        raise invalid_row(f"{name} must be true or false, not {json_type(value)}")
     return {"chat_template_kwargs": {"enable_thinking": value}}
 
 
 def _effort(name: str, value: Any) -> dict[str, Any]:
     if value not in EFFORTS:
-        raise _wrong(f"{name} must be one of {', '.join(EFFORTS)}")
+        raise invalid_row(f"{name} must be one of {', '.join(EFFORTS)}")
     return {"reasoning_effort": value}
 
 
@@ -250,17 +250,17 @@ def _thinking(name: str, value: Any) -> dict[str, Any]:
     """Anthropic: an object of `type` and `budget_tokens`."""
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind not in ("enabled", "disabled") or value.keys() - {"type", "budget_tokens"}:
-        raise _wrong(f"{name} must be an object of type, which is enabled or disabled, and budget_tokens")
+        raise invalid_row(f"{name} must be an object of type, which is enabled or disabled, and budget_tokens")
     return {**_variable(name, kind == "enabled"), "thinking_budget": value.get("budget_tokens")}
 
 
 def _reasoning(name: str, value: Any) -> dict[str, Any]:
     """OpenAI's Responses API: an object with `effort`."""
     if not isinstance(value, Mapping):
-        raise _wrong(f"{name} must be an object with effort, not {json_type(value)}")
+        raise invalid_row(f"{name} must be an object with effort, not {json_type(value)}")
     for key, given in value.items():
         if key != "effort" and given is not None:
-            raise _wrong(f"{name}.{key} is not available: it has effort")
+            raise invalid_row(f"{name}.{key} is not available: it has effort")
     effort = value.get("effort")
     return {} if effort is None else _effort(f"{name}.effort", effort)
 
@@ -337,7 +337,7 @@ def translate(fields: Mapping[str, Any], *, carries_refused: bool = False) -> di
             may_pass = name in _MAY_PASS and _MAY_PASS[name](value, fields)
             asks = value is not None and value not in NOTHING[name] and not may_pass
             if asks and not carries_refused:
-                raise _wrong(f"{name} is not available: {REFUSED[name]}")
+                raise invalid_row(f"{name} is not available: {REFUSED[name]}")
         elif name in READERS or name in ALIASES:
             if value is not None:
                 read = READERS.get(name)
@@ -347,7 +347,7 @@ def translate(fields: Mapping[str, Any], *, carries_refused: bool = False) -> di
         elif name != "top_logprobs":
             _add(made, name, {name: value})
     if fields.get("top_logprobs") and fields.get("logprobs") in (None, False):
-        raise _wrong("top_logprobs needs logprobs to be true")
+        raise invalid_row("top_logprobs needs logprobs to be true")
     return {name: value for name, value in made.items() if value is not None or name not in UNDERSTOOD}
 
 
@@ -423,7 +423,7 @@ def _add(made: dict[str, Any], name: str, given: Mapping[str, Any]) -> None:
         elif meant == "chat_template_kwargs" and isinstance(value, Mapping) and made.get(meant) is not None:
             _add_variables(made, name, value)
         elif made.get(meant) is not None and made[meant] != value:
-            raise _wrong(f"{name} is {_shown(value)}, but another name of it is {_shown(made[meant])}")
+            raise invalid_row(f"{name} is {_shown(value)}, but another name of it is {_shown(made[meant])}")
         else:
             made[meant] = dict(value) if meant == "chat_template_kwargs" and isinstance(value, Mapping) else value
 
@@ -431,10 +431,12 @@ def _add(made: dict[str, Any], name: str, given: Mapping[str, Any]) -> None:
 def _add_variables(made: dict[str, Any], name: str, variables: Mapping[str, Any]) -> None:
     before = made["chat_template_kwargs"]
     if not isinstance(before, Mapping):
-        raise _wrong("chat_template_kwargs must be an object of variables for the template")
+        raise invalid_row("chat_template_kwargs must be an object of variables for the template")
     for variable, value in variables.items():
         if variable in before and before[variable] != value:
-            raise _wrong(f"{name} sets {variable} to {_shown(value)}, but it is {_shown(before[variable])} elsewhere")
+            raise invalid_row(
+                f"{name} sets {variable} to {_shown(value)}, but it is {_shown(before[variable])} elsewhere"
+            )
     made["chat_template_kwargs"] = {**before, **variables}
 
 
@@ -443,13 +445,9 @@ def _logprobs(value: Any, top: Any) -> Any:
     if value is True:
         return 0 if top is None else top
     if value not in (None, False) and top is not None and value != top:
-        raise _wrong(f"logprobs is {_shown(value)} and top_logprobs {_shown(top)}; give one of them")
+        raise invalid_row(f"logprobs is {_shown(value)} and top_logprobs {_shown(top)}; give one of them")
     return value
 
 
 def _shown(value: Any) -> str:
     return repr(value)[:60]
-
-
-def _wrong(message: str) -> RequestError:
-    return RequestError("invalid_row", message)

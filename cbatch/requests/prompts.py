@@ -7,7 +7,7 @@ import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from cbatch.base.errors import RequestError
+from cbatch.base.errors import RequestError, invalid_row
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import ParamsLike, Request
 from cbatch.requests.rows import PROMPT_FIELDS, fill_row
@@ -27,11 +27,11 @@ def list_prompts(prompts: Any) -> tuple[list[Any], bool]:
         return [prompts], True
     values = _as_list(prompts)
     if values is None:
-        raise _refuse(f"The prompts must be {WANTED}, not {type(prompts).__name__}{_hint(prompts)}.")
+        raise invalid_row(f"The prompts must be {WANTED}, not {type(prompts).__name__}{_hint(prompts)}.")
     if values and all(map(_is_int, values)):
         return [values], True
     if values and all(map(_is_message, values)):
-        raise _refuse(
+        raise invalid_row(
             "These are the messages of one conversation: give them to engine.chat, or as {'messages': [...]}."
         )
     return values, False
@@ -41,7 +41,7 @@ def list_conversations(conversations: Any) -> tuple[list[Any], bool]:
     """The conversations of a call as rows, and whether it has a single one. Raises RequestError for what is none."""
     values = [conversations] if isinstance(conversations, str) else _as_list(conversations)
     if values is None:
-        raise _refuse(
+        raise invalid_row(
             "A conversation is a list of messages such as [{'role': 'user', 'content': 'Hi'}], "
             f"not {type(conversations).__name__}{_hint(conversations)}."
         )
@@ -58,12 +58,16 @@ def list_params(params: Any, count: int) -> list[ParamsLike | None]:
         return [params] * count
     values = _as_list(params)
     if values is None:
-        raise _refuse(f"params must be SamplingParams, a mapping, or a list of these, not {type(params).__name__}.")
+        raise invalid_row(f"params must be SamplingParams, a mapping, or a list of these, not {type(params).__name__}.")
     for number, value in enumerate(values):
         if not isinstance(value, SamplingParams | Mapping | None):
-            raise _refuse(f"params[{number}] must be SamplingParams, a mapping or None, not {type(value).__name__}.")
+            raise invalid_row(
+                f"params[{number}] must be SamplingParams, a mapping or None, not {type(value).__name__}."
+            )
     if len(values) != count:
-        raise _refuse(f"There are {count:,} prompts and {len(values):,} sampling parameters; give one for each prompt.")
+        raise invalid_row(
+            f"There are {count:,} prompts and {len(values):,} sampling parameters; give one for each prompt."
+        )
     return [plain(value) for value in values]
 
 
@@ -78,13 +82,13 @@ def read_prompt(prompt: Any, index: int, fields: Mapping[str, Any]) -> Request:
     except RequestError as error:
         row.error = error
     except RecursionError:
-        row.error = _refuse("the row is nested too deeply")
+        row.error = invalid_row("the row is nested too deeply")
     except Exception as unforeseen:  # one prompt that breaks something harms no other
         row.error = RequestError("internal_error", f"the prompt cannot be read: {unforeseen!r}")
     try:
         json.dumps(row.extra, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        row.extra, row.error = {}, row.error or _refuse(f"the row cannot be written as JSON: {error}")
+        row.extra, row.error = {}, row.error or invalid_row(f"the row cannot be written as JSON: {error}")
     return row
 
 
@@ -94,11 +98,11 @@ def row_fields(prompt: Any) -> dict[str, Any]:
         return {"prompt": plain(prompt)}
     if isinstance(prompt, Mapping):
         if strange := [name for name in prompt if not isinstance(name, str)]:
-            raise _refuse(f"the names of a row's fields are texts, not {type(strange[0]).__name__}")
+            raise invalid_row(f"the names of a row's fields are texts, not {type(strange[0]).__name__}")
         return {name: plain(value) for name, value in prompt.items()}
     values = _as_list(prompt)
     if values is None:
-        raise _refuse(
+        raise invalid_row(
             f"a prompt must be a text, token ids or a row such as {{'messages': [...]}}, not {type(prompt).__name__}"
         )
     return {"messages" if values and isinstance(values[0], Mapping) else "prompt_token_ids": plain(values)}
@@ -155,7 +159,3 @@ def _is_int(value: Any) -> bool:
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and "role" in value and not any(name in value for name in PROMPT_FIELDS)
-
-
-def _refuse(message: str) -> RequestError:
-    return RequestError("invalid_row", message)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from cbatch.base.errors import RequestError
+from cbatch.base.errors import RequestError, invalid_row
 from cbatch.base.params import with_overrides
 from cbatch.base.request import ApiCall, Request, ToolChoice
 from cbatch.base.strict_json import json_type
@@ -26,7 +26,6 @@ from cbatch.requests.param_names import (
     own_params,
     translate,
 )
-from cbatch.requests.tools import check_tools
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -199,6 +198,21 @@ def _set_tools(row: Request, fields: Mapping[str, Any]) -> None:
         row.choice = _tool_choice(row, choice, tools)
     if not _typed_field(row, fields, "parallel_tool_calls", bool, True):
         row.max_calls = 1
+
+
+def check_tools(value: Any) -> list[dict[str, Any]]:
+    """The `tools` field of a row. Raises RequestError (`invalid_row`) unless it is a list of OpenAI's functions."""
+    if not isinstance(value, list):
+        raise invalid_row("tools must be a list of functions.")
+    for number, tool in enumerate(value, start=1):
+        if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
+            raise invalid_row(f'Tool {number} must be an object {{"type": "function", "function": {{"name": ...}}}}.')
+        function = tool["function"]
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise invalid_row(f"The function of tool {number} must have a name.")
+        if not isinstance(function.get("parameters"), dict | None):
+            raise invalid_row(f"The parameters of tool {number} must be a JSON schema, an object.")
+    return value
 
 
 def _tool_choice(row: Request, choice: Any, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:

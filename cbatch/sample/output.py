@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.base.errors import RequestError
+from cbatch.base.errors import RequestError, invalid_row
 from cbatch.base.outputs import Sample, TokenLogprobs
 from cbatch.runtime.batch import InFlightTokens, Logits
 from cbatch.runtime.transfer import HostCopy, to_device
@@ -39,8 +39,7 @@ MAX_ELEMENTS = 2**26
 """Most logits that are converted to float32 at once: 256 MiB."""
 
 NAN = RequestError("nan_logits", "The model's output for this request is not a number.")
-NO_ALLOWED_TOKEN = RequestError(
-    "invalid_row",
+NO_ALLOWED_TOKEN = invalid_row(
     "No token is left to choose from: each is forbidden by allowed_token_ids, bad_words, min_tokens, logit_bias or the "
     "constraint.",
 )
@@ -117,7 +116,7 @@ class PendingSample:
         for row, sentence in zip(self._constrained_rows, errors, strict=True):
             guide = self._sequences[row].guide
             if sentence is not None:
-                wrong[row] = RequestError("invalid_row", sentence)
+                wrong[row] = invalid_row(sentence)
             elif guide is not None and guide.is_finished:
                 wrong[row] = None  # no token is allowed because the output is complete
         now = {chunk.sequence: found for chunk, found in zip(self.scheduled.to_score, scores, strict=True)}

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from cbatch.base.chat_template_options import DEFAULT_TEMPLATE, TemplateOptions, check_variables
-from cbatch.base.errors import RequestError
+from cbatch.base.errors import RequestError, invalid_row
 from cbatch.base.params import SamplingParams
 from cbatch.schedule.limits import too_long_for
 from cbatch.text.backend import Encoded, TextTokenizer
@@ -149,15 +149,15 @@ class ChatTokenizer:
         if not self.chat_template:
             raise RequestError("template_error", "The model has no chat template; give a prompt, not messages.")
         if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):
-            raise RequestError("invalid_row", "Messages must be a list of objects, each with a role and content.")
+            raise invalid_row("Messages must be a list of objects, each with a role and content.")
         plain = with_calls(messages)
         if not plain or not all(isinstance(message.get("content"), str) for message in plain):
-            raise RequestError("invalid_row", "Messages must be a list of at least one, each with text content.")
+            raise invalid_row("Messages must be a list of at least one, each with text content.")
         if template.continue_final_message:
             if not isinstance(messages[-1].get("content"), str):
-                raise RequestError("invalid_row", "continue_final_message needs text content in the last message.")
+                raise invalid_row("continue_final_message needs text content in the last message.")
             if answer:
-                raise RequestError("invalid_row", "The last message or an answer can be continued, but not both.")
+                raise invalid_row("The last message or an answer can be continued, but not both.")
         others = [[dict(tool) for tool in tools or ()], dict(template.kwargs), answer]
         source, refused = self._template_for(tools), None
         has_calls = any(message.get("tool_calls") for message in plain)
@@ -309,7 +309,7 @@ class ChatTokenizer:
         separators = (chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in characters)
         separator = next((one for one in separators if not any(_escape(one) in text for text in written)), None)
         if separator is None:
-            raise RequestError("invalid_row", "The messages hold every private-use character of Unicode.")
+            raise invalid_row("The messages hold every private-use character of Unicode.")
         hide = partial(self._special_pattern.sub, lambda match: match[0][0] + separator + match[0][1:])
         # A template that prints an object as Python does, or as JSON in ASCII, prints the separator as an escape.
         rendered = self._render(source, _map_strings(parts, hide), options).replace(_escape(separator), separator)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cbatch.base.errors import RequestError
 from cbatch.base.outputs import ToolCall
-from cbatch.requests.tools import check_tools
+from cbatch.requests.rows import check_tools
 from cbatch.text.replies.calls import MAX_INVALID_CALLS
 from cbatch.text.replies.declaration import Reasoning, ReplyFormat
 from cbatch.text.replies.formats import find_format, reply_formats

@@ -11,7 +11,7 @@ from contextlib import closing
 from itertools import chain
 from typing import IO
 
-from cbatch.base.errors import ConfigError, RequestError
+from cbatch.base.errors import ConfigError, RequestError, invalid_row
 from cbatch.base.units import format_count
 from cbatch.batch.forms import HEAD_BYTES, Compression, OutputForm, compressed, first_bytes
 from cbatch.batch.lines import BOM, MAX_LINE_BYTES
@@ -66,7 +66,7 @@ class CsvTable:
                 hint = f" ({lines:,} lines: a quote may have been left open)" if lines > 1 else ""
                 error = RequestError("line_too_long", f"it is longer than {MAX_LINE_BYTES >> 20} MiB{hint}")
             except csv.Error as raised:
-                error = RequestError("invalid_row", self._reason(raised))
+                error = invalid_row(self._reason(raised))
             if values or error is not None:
                 yield self._row(index, values, error)
                 index += 1
@@ -76,9 +76,7 @@ class CsvTable:
         if error is None and self._lines.encoding_error is not None:
             error = RequestError("invalid_utf8", f"not valid UTF-8 ({self._lines.encoding_error})")
         if error is None and len(values) != len(self.names):
-            error = RequestError(
-                "invalid_row", f"{format_count(len(values), 'value')} for {format_count(len(self.names), 'column')}"
-            )
+            error = invalid_row(f"{format_count(len(values), 'value')} for {format_count(len(self.names), 'column')}")
         if error is not None:
             error = RequestError(error.code, f"{where}: {error}")
         return TableRow(index, where, dict(zip(self.names, values, strict=False)), error)

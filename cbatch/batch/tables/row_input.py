@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from cbatch.base.errors import ConfigError, RequestError
+from cbatch.base.errors import ConfigError, RequestError, invalid_row
 from cbatch.base.strict_json import parse_json_object, parse_json_value
 from cbatch.batch.forms import (
     HEAD_BYTES,
@@ -50,7 +50,7 @@ def line_of(row: TableRow, template: ColumnTemplate | None, *, is_text: bool = F
             problem = earlier_error(columns)
             columns = carried_columns(columns)
             if problem is not None:
-                raise RequestError("invalid_row", problem)
+                raise invalid_row(problem)
         if is_text:
             columns = {name: text for name, text in columns.items() if text or name not in ID_FIELDS}
         if error is None and template is not None:

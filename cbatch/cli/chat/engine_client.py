@@ -19,7 +19,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from cbatch.base.errors import RequestError
+from cbatch.base.errors import RequestError, invalid_row
 from cbatch.base.params import SamplingParams
 from cbatch.cli.chat.session.session import Attachment, Message, as_plain_text
 
@@ -198,7 +198,7 @@ class EngineClient:
         from cbatch.base.request import Request
 
         if request.reply_prefix and params.constraint is not None:
-            raise RequestError("invalid_row", "A constrained reply cannot be continued; /retry starts it again.")
+            raise invalid_row("A constrained reply cannot be continued; /retry starts it again.")
         processor = engine.core.input_processor()
         kwargs, tokenizer = {**self.template_kwargs, **request.template_kwargs}, engine.tokenizer
         if params.reasoning_effort is not None and tokenizer is not None:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 from weakref import WeakValueDictionary
 
-from cbatch.base.errors import RequestError
+from cbatch.base.errors import RequestError, invalid_row
 from cbatch.base.params import Constraint
 from cbatch.extras import missing_package
 from cbatch.isolate.sandbox import Sandbox
@@ -115,12 +115,11 @@ class ConstraintCompiler:
         try:
             import llguidance
         except ImportError:
-            raise RequestError("invalid_row", missing_package("llguidance")) from None
+            raise invalid_row(missing_package("llguidance")) from None
         try:
             known = llguidance.LLTokenizer(self._tokenizer.backend.to_str())
         except ValueError as error:
-            what = f"Structured output does not know this model's kind of tokenizer: {error}"
-            raise RequestError("invalid_row", what) from error
+            raise invalid_row(f"Structured output does not know this model's kind of tokenizer: {error}") from error
         self._special = [token for token in range(known.vocab_size) if known.is_special_token(token)]
         tokens = [known.decode_bytes([token]) for token in range(known.vocab_size)]
         tokens += [b""] * (self.vocab_size - len(tokens))

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cbatch.base.errors import RequestError
+from cbatch.base.errors import RequestError, invalid_row
 from cbatch.sample.structured.closing import MAX_BYTES, short_end
 from cbatch.sample.structured.sandbox import is_dead_end
 from cbatch.sample.structured.token_bitmask import bitmask_of, full_bitmask
@@ -184,7 +184,7 @@ class GrammarState:
             is_limit = str(self._matcher.stop_reason()).endswith("TooComplex")
             self.error = FAILED + (TOO_COMPLEX if is_limit else f"token {token_id} is not allowed where it came.")
         if self.error is not None:
-            raise RequestError("invalid_row", self.error)
+            raise invalid_row(self.error)
         if is_forced:
             self._queue.popleft()
         taken = self._within_budget(token_id, left, is_forced=is_forced) if self._closes else token_id

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cbatch.base.errors import RequestError
+from cbatch.base.errors import RequestError, invalid_row
 from cbatch.base.params import Constraint, Kind, SamplingParams
 from cbatch.base.request import ToolChoice
 from cbatch.sample.structured.call_rules import SpecialId, call_rules
@@ -88,7 +88,7 @@ def constraint_error(constraint: Constraint, what: str, part: str = "") -> Reque
     part: the part of the constraint that is wrong, as the beginning of a sentence; by default, all of it
     """
     name = part or _NAMES[constraint.kind]
-    return RequestError("invalid_row", f"{name} cannot be used: {_shorten(constraint, what)}")
+    return invalid_row(f"{name} cannot be used: {_shorten(constraint, what)}")
 
 
 def _read_schema(constraint: Constraint) -> dict[str, Any]:
@@ -179,20 +179,19 @@ def request_constraint(
     if choice is None:
         return params.constraint
     if params.constraint is not None:
-        raise RequestError("invalid_row", "A forced call of a tool cannot be combined with another constraint.")
+        raise invalid_row("A forced call of a tool cannot be combined with another constraint.")
     functions = [tool["function"] for tool in tools]
     if choice.name is not None:
         functions = [function for function in functions if function["name"] == choice.name]
     if not functions:
         wanted = "no tools" if choice.name is None else f"no tool {choice.name!r}"
-        raise RequestError("invalid_row", f"tool_choice forces a call, but the request has {wanted}.")
+        raise invalid_row(f"tool_choice forces a call, but the request has {wanted}.")
     if len(functions) > MAX_TOOLS:
-        what = f"A call can be forced from at most {MAX_TOOLS} tools, not {len(functions)}."
-        raise RequestError("invalid_row", what)
+        raise invalid_row(f"A call can be forced from at most {MAX_TOOLS} tools, not {len(functions)}.")
     replies = tokenizer.reply_format if tokenizer is not None else None
     if replies is None or replies.calls is None or not replies.calls.is_forcible:
         what = "this model's chat template shows no format of tool calls that can be enforced"
-        raise RequestError("invalid_row", f"tool_choice cannot force a call: {what}.")
+        raise invalid_row(f"tool_choice cannot force a call: {what}.")
     described = [(function["name"], _parameters_of(function, replies.calls)) for function in functions]
     is_led = replies.reasoning is not None and not replies.headers
     grammar = ToolCallGrammar(replies.name, choice.name is None, is_led, described)
@@ -202,17 +201,17 @@ def request_constraint(
 def _parameters_of(function: Mapping[str, Any], calls: Calls) -> dict[str, Any]:
     name, parameters = function["name"], function.get("parameters")
     if not calls.is_object and not re.fullmatch(NAME, name):
-        raise RequestError("invalid_row", f"The model's format of tool calls has no room for the name {name!r}.")
+        raise invalid_row(f"The model's format of tool calls has no room for the name {name!r}.")
     if parameters is None:  # in OpenAI's API, a function without arguments
         return {"type": "object", "properties": {}, "additionalProperties": False}
     kinds = parameters.get("type", "object")
     if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
-        raise RequestError("invalid_row", f"The parameters of the tool {name!r} must be of the type object.")
+        raise invalid_row(f"The parameters of the tool {name!r} must be of the type object.")
     if RESERVED_KEYWORD in parameters:
         what = f"the keyword {RESERVED_KEYWORD} cannot be used here"
-        raise RequestError("invalid_row", f"The parameters of the tool {name!r} cannot be used: {what}.")
+        raise invalid_row(f"The parameters of the tool {name!r} cannot be used: {what}.")
     for key in parameters.get("properties") or () if calls.parts[1] != "json" else ():
         if not (key.isidentifier() if calls.parts[1] == "python" else re.fullmatch(NAME, key)):
             what = f"The model's format of tool calls has no room for the argument {key!r} of the tool {name!r}."
-            raise RequestError("invalid_row", what)
+            raise invalid_row(what)
     return {**parameters, "type": "object"}
