@@ -130,15 +130,14 @@ class InProcessConnection:
 
 
 class EngineLauncher(ReplicaLauncher):
-    """The last replica is an engine of this process; another launcher, if there is one, starts those before it."""
+    """The last replica is the engine of a chat; another launcher, if there is one, starts those before it."""
 
-    def __init__(self, engine: Engine, others: ReplicaLauncher | None = None, name: str = "this process") -> None:
-        """`name`: what people call the engine of this process."""
-        self._engine, self._others, self._name = engine, others, name
+    def __init__(self, engine: Engine, others: ReplicaLauncher | None = None) -> None:
+        self._engine, self._others = engine, others
         self.num_replicas = 1 + (others.num_replicas if others is not None else 0)
 
     def name(self, number: int) -> str:
-        return super().name(number) if number < self.num_replicas - 1 else self._name
+        return super().name(number) if number < self.num_replicas - 1 else "this chat"
 
     def start(self, number: int, config: EngineConfig) -> ReplicaConnection:
         if self._others is not None and number < self.num_replicas - 1:

@@ -21,6 +21,7 @@ from cbatch.base.option import options_of
 from cbatch.cli.chat.session.files import as_path
 from cbatch.cli.common.console import Details, ProgressState, notice
 from cbatch.cli.common.exits import UserError
+from cbatch.cli.common.loading import make_launcher
 from cbatch.cli.common.options import make_options
 from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.cli.run.command import open_input, open_output, run, stats_file
@@ -75,7 +76,7 @@ class BatchEngines:
             self._driver.close()
             self._driver = None
         if self._driver is None:
-            launcher = EngineLauncher(engine, self.launch_others(), name="this chat")
+            launcher = EngineLauncher(engine, self.launch_others())
             timeout_s = self._options.replica_timeout
             self._driver = ReplicaDriver(launcher, self._shared_config, timeout_s=timeout_s)
         return self._driver
@@ -89,11 +90,7 @@ class BatchEngines:
             from cbatch.replicas.local import LocalLauncher
 
             return LocalLauncher(self._others)
-        from cbatch.replicas.ray_cluster import RayLauncher
-
-        return RayLauncher(
-            options.ray, options.wanted and options.wanted - 1, options.ray_resources, num_gpus=self.config.min_gpus
-        )
+        return make_launcher(replace(options, replicas=options.wanted and options.wanted - 1), self.config)
 
     def close(self) -> None:
         """Ends the other replicas. The chat's own engine stays as it is."""

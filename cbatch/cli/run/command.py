@@ -19,7 +19,7 @@ from cbatch.base.errors import ConfigError, os_errors_as
 from cbatch.cli.common.configured_command import ConfiguredCommand, preset_option
 from cbatch.cli.common.console import OutputStream, emit, notice, safe_json, show_progress
 from cbatch.cli.common.exits import handle_signals
-from cbatch.cli.common.loading import open_engine, tracing
+from cbatch.cli.common.loading import open_engine, open_replicas, tracing
 from cbatch.cli.common.options import (
     check_distinct_file,
     engine_options,
@@ -108,8 +108,6 @@ def _check(options: RunOptions, source: RowInput, stats: RunStats) -> Literal[0,
 @contextmanager
 def _open_driver(options: RunOptions, stats: RunStats, trace: StepTracer | None) -> Iterator[BatchDriver]:
     if options.replicas.are_given:
-        from cbatch.cli.common.loading import open_replicas
-
         started = time.monotonic()
         with open_replicas(options.replicas, options.engine, quiet=options.quiet, verbose=options.verbose) as driver:
             stats.load_s = time.monotonic() - started
