@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, TextIO
 
-from cbatch.base.errors import CbatchError, EngineError, ReaderGone, RunFailed
-from cbatch.batch.lines import MAX_LINE_BYTES, Line
+from cbatch.base.errors import CbatchError, EngineError, ReaderGone, RequestError, RunFailed
+from cbatch.batch.lines import Line
 from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.commands.registry import FrontEnd, execute_line
 from cbatch.cli.chat.controller import ChatController
@@ -167,23 +167,19 @@ class Pipe:
             self._waiter.open()
         num_failures = 0
         for index, line in enumerate(messages):
-            place, text, problem = "" if is_document else f"line {line.index + 1}: ", "", ""
-            if line.data is None:
-                problem = f"longer than {MAX_LINE_BYTES >> 20} MiB"
-            else:
-                try:
-                    text = line.data.decode().removeprefix("\ufeff").strip("\r\n")
-                except UnicodeDecodeError as error:
-                    problem = f"not valid UTF-8 (byte {error.start + 1})"
-            if problem:
-                place = place or "stdin: "
+            where = "stdin" if is_document else f"line {line.index + 1}"
+            try:
+                text = line.text(where).removeprefix("\ufeff").strip("\r\n")
+            except RequestError as error:
+                problem = str(error)
                 if self._as_json:
-                    self._write_json({"index": index, "error": {"code": "invalid_row", "message": problem}})
+                    self._write_json({"index": index, "error": {"code": error.code, "message": problem}})
             else:
-                problem = self._reply_to("\n\n".join(part for part in (question, text) if part), index)
+                problem = self._reply_to("\n\n".join(filter(None, (question, text))), index)
+                problem = problem if is_document or not problem else f"{where}: {problem}"
             if problem:
                 num_failures += 1
-                notice(place + problem)
+                notice(problem)
         return not num_failures
 
     def _refuse(self, use: ToolUse) -> str:

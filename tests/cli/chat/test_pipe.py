@@ -82,14 +82,14 @@ def test_lines_that_get_no_reply(talk: Talk, form: list[str]) -> None:
     text = b"My name is Ada.\n\xff\n" + b"word " * 1500 + b"\nWhat is my name?\n"
     code, out, err = talk(text, "-q", "--lines", *form)
     second, third = err.splitlines()
-    assert code == 1 and "line 2: not valid UTF-8 (byte 1)" in second
+    assert code == 1 and "line 2, byte 1: not valid UTF-8" in second
     assert "line 3" in third and "context of 1024" in third and "--auto-trim" in third
     if not form:
         assert out == "Nice to meet you, Ada!\nYour name is Ada.\n"
         return
     rows = [json.loads(line) for line in out.splitlines()]
     assert [row["index"] for row in rows] == [0, 1, 2, 3] and rows[3]["text"] == "Your name is Ada."
-    assert [row["error"]["code"] for row in rows[1:3]] == ["invalid_row", "prompt_too_long"]
+    assert [row["error"]["code"] for row in rows[1:3]] == ["invalid_utf8", "prompt_too_long"]
 
 
 def test_auto_trim(talk: Talk) -> None:
