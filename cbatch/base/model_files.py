@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.base.errors import ModelError
+from cbatch.base.strict_json import is_too_deep
 from cbatch.base.units import format_bytes
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -23,7 +23,7 @@ WEIGHT_FILES = ("model.safetensors", "model-*.safetensors", WEIGHTS_INDEX)
 
 MODELOPT_FILE = "hf_quant_config.json"
 
-MAX_JSON_BYTES, MAX_JSON_DEPTH, _MAX_JSON_VALUES = 2**26, 100, 2**20
+MAX_JSON_BYTES, _MAX_JSON_VALUES = 2**26, 2**20
 """Of files of settings. The index of a model of 10**12 parameters has 16 MiB and 140,000 values."""
 
 MAX_HEADER_BYTES = 100_000_000
@@ -37,11 +37,10 @@ _LIMITS: dict[str | tuple[str, ...], int] = {
 }
 """The most bytes of files with such endings that are read whole; 0 for those that are not."""
 
+_SAMPLES, _SAMPLE_BYTES = 8, 16
+
 _MAX_NAME, _MAX_PATH = 255, 4096
 """Bytes of the name of a file, and of a path (`limits.h` of Linux)."""
-
-_STRING = re.compile(rb'"[^"]*"?')
-_NO_BRACKETS = bytes(set(range(256)).difference(b"[]{}"))
 
 
 class InvalidFile(ModelError):
@@ -90,17 +89,17 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty if there is no such file.
 
     Raises InvalidFile, with line and column, if it is something else, larger than any file of settings, or nested too
-    deep, which is found before it is parsed.
+    deep.
     """
     if not path.exists():
         return {}
-    data = read_bounded(path, MAX_JSON_BYTES)
+    data = read_bounded(path)
     if data.count(b",") > _MAX_JSON_VALUES:
         raise InvalidFile(f"{path} holds more than {_MAX_JSON_VALUES} values.")
-    if _is_deep(data):
-        raise InvalidFile(f"{path} is nested too deep.")
     try:
-        content = json.loads(data.decode())
+        content = json.loads(text := data.decode())
+        if is_too_deep(text, content):
+            raise RecursionError
         if b"\\ud" in data.lower():
             json.dumps(content, ensure_ascii=False).encode()  # raises for half a pair of surrogates
     except UnicodeDecodeError as error:
@@ -114,21 +113,23 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raise InvalidFile(f"{path} is not valid JSON: {place}: {error.msg}.") from error
     except ValueError as error:
         raise InvalidFile(f"{path} is not valid JSON: a number has too many digits.") from error
+    except RecursionError as error:
+        raise InvalidFile(f"{path} is nested too deep.") from error
     if not isinstance(content, dict):
         raise InvalidFile(f"{path} is not a JSON object.")
     return content
 
 
-def read_bounded(path: Path, limit: int) -> bytes:
-    """All bytes of a file. Raises InvalidFile if it is no regular file or has more than the limit, and OSError.
+def read_bounded(path: Path) -> bytes:
+    """All bytes of a file. Raises InvalidFile if it is no regular file or has more than MAX_JSON_BYTES, and OSError.
 
     A pipe is not waited for, and nothing is read that has no end.
     """
     with open_regular(path) as file:
-        check_regular(path, os.fstat(file.fileno()), limit)
-        data = file.read(limit + 1)
-    if len(data) > limit:  # it grew, or belongs to the system and says no size
-        raise _too_large(path, limit)
+        check_regular(path, os.fstat(file.fileno()), MAX_JSON_BYTES)
+        data = file.read(MAX_JSON_BYTES + 1)
+    if len(data) > MAX_JSON_BYTES:  # it grew, or belongs to the system and says no size
+        raise _too_large(path, MAX_JSON_BYTES)
     return data
 
 
@@ -174,16 +175,11 @@ def _too_large(path: Path, limit: int) -> InvalidFile:
     return InvalidFile(f"{path} has more than {format_bytes(limit)}, which no such file of a model has.")
 
 
-def _is_deep(data: bytes) -> bool:
-    """Whether lists and objects are nested deeper than MAX_JSON_DEPTH, or about that. The parser recurses for each."""
-    if data.count(b"[") + data.count(b"{") <= MAX_JSON_DEPTH:
-        return False
-    brackets = _STRING.sub(b"", data.replace(b"\\\\", b"").replace(b'\\"', b"")).translate(None, _NO_BRACKETS)
-    for _ in range(MAX_JSON_DEPTH):
-        brackets, before = brackets.replace(b"[]", b"").replace(b"{}", b""), brackets
-        if brackets == before:
-            break
-    return len(brackets) > MAX_JSON_DEPTH  # a torn file may leave a few
+def sample_pieces(num_bytes: int) -> list[tuple[int, int]]:
+    """Start and stop of a few short pieces of so many bytes, at even distances, from the first byte to the last."""
+    last = max(num_bytes - _SAMPLE_BYTES, 0)
+    starts = sorted({last * number // (_SAMPLES - 1) for number in range(_SAMPLES)})
+    return [(start, min(start + _SAMPLE_BYTES, num_bytes)) for start in starts]
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -65,9 +65,14 @@ def parse_json_value(text: str) -> Any:
         value = _DECODER.decode(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+    if is_too_deep(text, value):
         raise ValueError("nested too deeply")
     return value
+
+
+def is_too_deep(text: str, value: Any) -> bool:
+    """Whether the value of a JSON text is nested deeper than MAX_DEPTH."""
+    return text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH
 
 
 def json_type(value: Any) -> str:

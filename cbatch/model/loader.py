@@ -38,6 +38,7 @@ from cbatch.base.model_files import (
     open_regular,
     read_header,
     read_json_object,
+    sample_pieces,
     tensors_of_header,
     weight_files,
 )
@@ -356,7 +357,6 @@ NAMES_AND_VERSIONS = ("_name_or_path", "name_or_path", "transformers_version", "
 """Keys of a model's JSON files that say where it came from, not what it is."""
 
 TOKENIZER_FILES = ("tokenizer.json", "added_tokens.json", "vocab*", "merges.txt", "*.model")
-SAMPLES, SAMPLE_BYTES = 8, 16
 
 
 def fingerprint(folder: Path) -> str:
@@ -385,8 +385,6 @@ def _samples(path: Path) -> Iterator[bytes]:
         header = read_header(file, path)
         yield header
         for tensor in tensors_of_header(header, path).values():
-            start, stop = tensor.start, tensor.stop
-            last = max(stop - SAMPLE_BYTES, start)  # the first sample is at the tensor's beginning, the last at its end
-            for place in sorted({start + (last - start) * number // (SAMPLES - 1) for number in range(SAMPLES)}):
-                file.seek(place)
-                yield file.read(min(SAMPLE_BYTES, stop - place))
+            for start, stop in sample_pieces(tensor.num_bytes):
+                file.seek(tensor.start + start)
+                yield file.read(stop - start)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from cbatch.base.errors import ModelError
+from cbatch.base.model_files import sample_pieces
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.families import read_program
 from cbatch.model.formats.gguf_architectures.architecture import Config
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from cbatch.model.cpu import CpuModel
     from cbatch.model.cuda import CudaModel
 
-_SAMPLES, _SAMPLE_BYTES = 8, 16
 _LEAST_CHARACTERS = 2**19
 """Of all tokens. Merges of fewer are made about as fast as they are read."""
 _log = logging.getLogger("cbatch")
@@ -141,7 +141,6 @@ def _fingerprint(file: GgufFile) -> str:
         digest.update(hashlib.blake2b(header).digest())
     for name in sorted(file.tensors):
         data = file.tensors[name].data.reshape(-1)
-        last = max(len(data) - _SAMPLE_BYTES, 0)
-        for place in sorted({last * number // (_SAMPLES - 1) for number in range(_SAMPLES)}):
-            digest.update(data[place : place + _SAMPLE_BYTES].tobytes())
+        for start, stop in sample_pieces(len(data)):
+            digest.update(data[start:stop].tobytes())
     return digest.hexdigest()
