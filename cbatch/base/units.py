@@ -1,4 +1,4 @@
-"""Amounts of memory as users write and read them."""
+"""Amounts as users write and read them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def rounded_s(seconds: float) -> float:
 def format_count(count: int, what: str) -> str:
     """Like `1 row` or `2,000 rows`."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def word_for(count: int, of_one: str, of_many: str) -> str:
+    """The word that goes with a count: `is` or `are`."""
+    return of_one if count == 1 else of_many
 
 
 def format_bytes(count: float) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from cbatch.base.errors import ConfigError
+from cbatch.base.units import format_count, word_for
 from cbatch.cli.bench.units import NOTHING
 from cbatch.cli.common.configured_command import command_line
 from cbatch.cli.common.console import emit, notice, safe
@@ -202,7 +203,7 @@ def write_files(page: Page, pictures: Mapping[str, Picture], folder: str | None,
     except OSError as error:
         raise ConfigError(f"Cannot write {error.filename}: {error.strerror}.") from error
     if folder and pictures:
-        count = f"{len(pictures)} pictures are" if len(pictures) > 1 else "1 picture is"
+        count = f"{format_count(len(pictures), 'picture')} {word_for(len(pictures), 'is', 'are')}"
         notice(f"{count} in {safe(folder)}, for light and for dark pages")
     if file:
         notice(f"the report is {safe(file)}")

@@ -41,6 +41,7 @@ from prompt_toolkit.output import create_output
 from prompt_toolkit.widgets import SearchToolbar, TextArea
 
 from cbatch.base.errors import CbatchError, Interrupted
+from cbatch.base.units import format_count, word_for
 from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.commands.registry import CommandCompleter, FrontEnd, execute_line
 from cbatch.cli.chat.controller import ChatController
@@ -441,7 +442,7 @@ class Terminal(FrontEnd):
         if not self._is_loading:  # only after the first draw: importing torch blocks for seconds
             self._is_loading = True
             if self.controller.store is not None and (count := len(self.store.files())):
-                chats = "1 chat is" if count == 1 else f"{count:,} chats are"
+                chats = f"{format_count(count, 'chat')} {word_for(count, 'is', 'are')}"
                 self.show(f"{chats} saved: /load lists them, cbatch chat --continue opens the last one.")
                 self._app.invalidate()
             Thread(target=import_module, args=["cbatch.cli.chat.markdown.layout"], daemon=True).start()

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from cbatch.base.errors import ConfigError, ReaderGone
-from cbatch.base.units import format_count
+from cbatch.base.units import format_count, word_for
 from cbatch.batch.driver import BatchDriver
 from cbatch.batch.lines import Line, RowOptions
 from cbatch.batch.resume import ResumePlan, Resuming
@@ -119,9 +119,9 @@ def _prepare_file(
         return again(), plan
     truncated, anew = len(plan.truncated), plan.restarted
     parts = [
-        f"{format_count(plan.rows, 'row')} {'is' if plan.rows == 1 else 'are'} kept",
-        f"{truncated:,} that --max-tokens ended {'goes' if truncated == 1 else 'go'} on" if truncated else "",
-        f"{anew:,} of a run with fewer --max-tokens {'begins' if anew == 1 else 'begin'} anew" if anew else "",
+        f"{format_count(plan.rows, 'row')} {word_for(plan.rows, 'is', 'are')} kept",
+        f"{truncated:,} that --max-tokens ended {word_for(truncated, 'goes', 'go')} on" if truncated else "",
+        f"{anew:,} of a run with fewer --max-tokens {word_for(anew, 'begins', 'begin')} anew" if anew else "",
         "" if plan.fits else f"not kept: {plan}",
     ]
     notice(f"resuming: {'; '.join(filter(None, parts))}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from cbatch.base.units import format_count, rounded_s
+from cbatch.base.units import format_count, rounded_s, word_for
 from cbatch.batch.driver import PROMPT_TOKENS_PER_OUTPUT_TOKEN
 from cbatch.batch.row import Row
 from cbatch.cli.common.console import notice
@@ -212,14 +212,14 @@ class RunStats:
     def summary(self, driver: BatchDriver) -> list[str]:
         """Four lines for people, and one about replicas if they died; or one line if there was nothing left to do."""
         if not self.rows and self.rows_kept:
-            are = f"{format_count(self.rows_kept, 'row')} {'is' if self.rows_kept == 1 else 'are'} there"
+            are = f"{format_count(self.rows_kept, 'row')} {word_for(self.rows_kept, 'is', 'are')} there"
             return [f"nothing left to do: {are}, {self.errors_kept:,} of them errors"]
         failed, engines, each = self.errors.total(), self.engines, self.replicas
         kinds = ", ".join(f"{code} {count:,}" for code, count in sorted(self.errors.items()))
         others = (self.rows_kept, "kept"), (self.rows_from_cache, "from the cache"), (self.rows_continued, "continued")
         kept = "".join(f", {count:,} {what}" for count, what in others if count)
         if more := self.tries - self.rows_validated:
-            kept += f", {more:,} further {'try' if more == 1 else 'tries'}"
+            kept += f", {more:,} further {word_for(more, 'try', 'tries')}"
         cached = f" ({self.cached_tokens:,} cached)" if self.cached_tokens else ""
         waited_s = self._stream.waited_for_consumer_s if self._stream is not None else 0.0
         retried = f", {engines.num_retries:,} retried ({engines.last_error})" if engines.num_retries else ""
@@ -234,7 +234,7 @@ class RunStats:
         happened = [f"{one.name} {one.death_words()}" for one in each if one.deaths and one.state != "gone"]
         happened += [f"{one.name} was given up: {one.problem}" for one in each if one.state == "gone"]
         if copies := sum(one.copies for one in each):
-            words = "was also given to an idle one" if copies == 1 else "were also given to idle ones"
+            words = word_for(copies, "was also given to an idle one", "were also given to idle ones")
             happened.append(f"{format_count(copies, 'unfinished row')} {words}")
         return lines + ([f"replicas: {'; '.join(happened)}"] if happened else [])
 

@@ -11,11 +11,11 @@ from operator import itemgetter
 from typing import Any, Literal
 
 from cbatch.base.errors import ConfigError
-from cbatch.base.units import format_count
+from cbatch.base.units import format_count, word_for
 from cbatch.batch.journal import Journal, StoredRows
 from cbatch.batch.lines import checked_lines
 from cbatch.batch.tables.row_input import RowInput
-from cbatch.cli.verify.report import MAX_SHOWN, damage_sentences, verb
+from cbatch.cli.verify.report import MAX_SHOWN, damage_sentences
 
 Ranges = list[list[int]]
 """Numbers from 1 on, ascending, as pairs of a first and a last one."""
@@ -70,10 +70,10 @@ class FileReport:
         """For people, the most important last."""
         journal = self.journal
         if count := self.without_check:
-            rows = f"{format_count(count, 'row')} {verb(count, 'was', 'were')}"
+            rows = f"{format_count(count, 'row')} {word_for(count, 'was', 'were')}"
             yield f"{rows} written by an older version, without a check: a change of their bytes is not noticed"
         if count := len(journal.doubled):
-            rows = f"{format_count(count, 'row')} {verb(count, 'is', 'are')}"
+            rows = f"{format_count(count, 'row')} {word_for(count, 'is', 'are')}"
             yield f"{rows} replaced by later ones (first: line {min(journal.doubled) + 1} of {self.name})"
         if journal.torn:
             yield "the last row is torn: a run has ended there, or is writing it"
@@ -88,7 +88,7 @@ class FileReport:
             f"{_size(self.missing):,} missing" if self.missing and self.superfluous is not None else "",
             f"{_size(self.superfluous):,} superfluous" if self.superfluous else "",
         ]
-        errors = f", {self.errors:,} of them {verb(self.errors, 'an error', 'errors')}" if self.errors else ""
+        errors = f", {self.errors:,} of them {word_for(self.errors, 'an error', 'errors')}" if self.errors else ""
         found = ", ".join(filter(None, problems)) or "nothing is damaged"
         yield f"{self.name}: {format_count(self.rows, 'row')}{errors}; {found}"
 

@@ -13,7 +13,7 @@ from itertools import islice
 from operator import getitem
 from typing import Any, Literal, NamedTuple
 
-from cbatch.base.units import format_count
+from cbatch.base.units import format_count, word_for
 from cbatch.batch.journal import CHECK, StoredRow
 from cbatch.requests.columns import OF_THE_MOMENT
 
@@ -236,11 +236,11 @@ class Report:
                     yield f"{where}, {company}: {difference or 'as in the file'}"
         if len(different) > MAX_SHOWN:
             more = len(different) - MAX_SHOWN
-            yield f"{format_count(more, 'more row')} {verb(more, 'differs', 'differ')}"
+            yield f"{format_count(more, 'more row')} {word_for(more, 'differs', 'differ')}"
         for reason, first in self.first_misfit.items():
             count = self.misfits[reason]
             yield (
-                f"{format_count(count, 'row')} {verb(count, 'was', 'were')} made with {reason} "
+                f"{format_count(count, 'row')} {word_for(count, 'was', 'were')} made with {reason} "
                 f"(first: {self._where(first)}), and not run; give the options of the run that made the file"
             )
         yield from damage_sentences(self.damaged, self.name)
@@ -257,11 +257,11 @@ class Report:
             return f"{done}: all as in the file"
         depend = sum(row.depends_on_company for row in different)
         others = len(different) - depend
-        parts = [f"{len(different):,} {verb(len(different), 'differs', 'differ')} from the file"]
+        parts = [f"{len(different):,} {word_for(len(different), 'differs', 'differ')} from the file"]
         if depend:
-            parts.append(f"{depend:,} {verb(depend, 'depends', 'depend')} on what runs beside")
+            parts.append(f"{depend:,} {word_for(depend, 'depends', 'depend')} on what runs beside")
         if others:
-            parts.append(f"{others:,} {verb(others, 'is', 'are')} the same in any company, and not as in the file")
+            parts.append(f"{others:,} {word_for(others, 'is', 'are')} the same in any company, and not as in the file")
         return f"{done}: {'; '.join(parts)}"
 
     def _where(self, row: StoredRow) -> str:
@@ -274,11 +274,7 @@ def damage_sentences(damaged: Mapping[int, str], name: str) -> Iterator[str]:
     for number, reason in islice(damaged.items(), MAX_SHOWN):
         yield f"line {number + 1} of {name} is damaged: it is {reason}"
     if (more := len(damaged) - MAX_SHOWN) > 0:
-        yield f"{format_count(more, 'more line')} {verb(more, 'is', 'are')} damaged"
-
-
-def verb(count: int, of_one: str, of_many: str) -> str:
-    return of_one if count == 1 else of_many
+        yield f"{format_count(more, 'more line')} {word_for(more, 'is', 'are')} damaged"
 
 
 def id_of(row: StoredRow) -> str | int | float | None:
