@@ -5,6 +5,7 @@ A library is imported only by the function that needs it.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 from collections.abc import Callable
@@ -303,10 +304,8 @@ _LONGEST_WAIT_S = 180.0
 def _locked(path: str, wait_s: float = _LONGEST_WAIT_S) -> int | None:
     """A file that is locked; -1 if there can be no lock, None if another process has had it for so long."""
     try:
-        import fcntl
-
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except (ImportError, OSError):
+    except OSError:
         return -1
     end = time.monotonic() + wait_s
     while True:

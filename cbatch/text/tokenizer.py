@@ -52,6 +52,7 @@ class ChatTokenizer:
         self.backend = tokenizer.backend
         self.templates = tokenizer.chat_template
         self.token_bytes = self.backend.bytes_of
+        self.visible_tokens = lru_cache(maxsize=2)(self._visible_tokens)
         self.bad_word_ids = lru_cache(maxsize=256)(self._bad_word_ids)
         self._call_forms = lru_cache(maxsize=4)(self._find_call_forms)
         added = self.backend.get_added_tokens_decoder()
@@ -95,18 +96,12 @@ class ChatTokenizer:
         text = "" if reasoning is None else CLOSING_SENTENCE + reasoning.closing_text
         return self.backend.encode(text, add_special_tokens=False).ids
 
-    def visible_tokens(self, *, with_calls: bool) -> tuple[str, ...]:
+    def _visible_tokens(self, *, with_calls: bool) -> tuple[str, ...]:
         """Special tokens that have to stay in the text of an output, since its reply format has them.
 
         Without calls it keeps their tags out of the text.
         """
-        return self._markup_tokens[with_calls]
-
-    @cached_property
-    def _markup_tokens(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        pieces = (self.reply_format.markup(with_calls=with_calls) for with_calls in (False, True))
-        without, all_of_them = (tuple(sorted(set(self._special_pattern.findall(one)))) for one in pieces)
-        return without, all_of_them
+        return tuple(sorted(set(self._special_pattern.findall(self.reply_format.markup(with_calls=with_calls)))))
 
     @property
     def takes_tools(self) -> bool:

@@ -38,7 +38,7 @@ def short_end(matcher: Any, most: int = MAX_BYTES) -> bytes | None:
     """
     best: bytes | None = None
     chooser = random.Random(0)
-    tries: list[_Choice] = [_first_digits, _first_marks, *[lambda mask: chooser.choice(_allowed(mask))] * RANDOM_TRIES]
+    tries: list[_Choice] = [_first_digits, _first_marks, *[lambda mask: chooser.choice(bytes_in(mask))] * RANDOM_TRIES]
     for number, choose in enumerate(tries):
         if number == FIRST_TRIES and best is not None:
             break
@@ -62,21 +62,22 @@ def _try(matcher: Any, most: int, choose: _Choice) -> bytes | None:
 
 
 @lru_cache(CACHE_SIZE)
-def _allowed(bitmask: bytes) -> list[int]:
+def bytes_in(bitmask: bytes) -> list[int]:
+    """The bytes that may come next."""
     return [byte for byte in range(256) if bitmask[byte >> 3] >> (byte & 7) & 1]
 
 
 @lru_cache(CACHE_SIZE)
 def _first_digits(bitmask: bytes) -> int:
     """A byte that closes JSON, else the first digit, punctuation mark or letter."""
-    allowed = _allowed(bitmask)
+    allowed = bytes_in(bitmask)
     return _first(allowed, _DIGITS) or min(_marks(allowed) or _others(allowed))
 
 
 @lru_cache(CACHE_SIZE)
 def _first_marks(bitmask: bytes) -> int:
     """A byte that closes JSON, else the first punctuation mark or digit, or the last letter."""
-    allowed = _allowed(bitmask)
+    allowed = bytes_in(bitmask)
     return _first(allowed, _marks(allowed)) or _first(allowed, _DIGITS) or max(_others(allowed))
 
 

@@ -18,7 +18,10 @@ LEAST_ANSWER = 16
 
 
 class ReasoningState:
-    """Follows an output until its reasoning has ended; `successor` follows the rest. Used by one thread at a time."""
+    """Follows an output until its reasoning has ended; `successor` follows the rest. Used by one thread at a time.
+
+    Its methods are those of `GrammarState`.
+    """
 
     def __init__(
         self,
@@ -64,16 +67,13 @@ class ReasoningState:
 
     @property
     def forced(self) -> Sequence[int]:
-        """See `GrammarState`."""
         return self._queue
 
     @property
     def awaits_token(self) -> bool:
-        """See `GrammarState`."""
         return len(self._queue) > 1
 
     def accept(self, token_id: int, left: int = NO_BUDGET) -> int:
-        """Takes in one token of the output. See `GrammarState`."""
         self._tokens = [*self._tokens, token_id][-NUM_OPENING_TOKENS:]
         if self._queue:
             if token_id != self._queue.popleft():
@@ -90,7 +90,7 @@ class ReasoningState:
         return token_id
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """See `GrammarState`. The token with which the reasoning ends does not count as allowed before a form."""
+        """The token with which the reasoning ends does not count as allowed before a form."""
         if self._queue:
             pairs = enumerate(zip(token_ids, self._queue, strict=False))
             return next((at for at, (token, forced) in pairs if token != forced), min(len(token_ids), len(self._queue)))
@@ -103,7 +103,6 @@ class ReasoningState:
         return len(token_ids)
 
     def fill_ahead(self, bitmasks: NDArray[np.int32], draft: Sequence[int]) -> list[str | None]:
-        """See `GrammarState`."""
         for bitmask, forced in zip(bitmasks, [*self._queue, *[None] * len(bitmasks)], strict=False):
             bitmask[:] = self._allowed if forced is None else bitmask_of([forced], self.vocab_size)
         return [self.error] * len(bitmasks)

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from cbatch.isolate.child import Limits
+from cbatch.sample.structured.closing import bytes_in
 
 LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
 """The options of the library's LLParserLimits that differ from its defaults. A lexer state takes 1 to 2 kB."""
@@ -84,7 +85,7 @@ class GrammarTrial:
             mask = matcher.compute_bitmask()
             if matcher.is_error():
                 return NO_MATCH if step == 0 and is_dead_end(matcher) else TOO_COMPLEX
-            allowed = [byte for byte in range(256) if mask[byte >> 3] >> (byte & 7) & 1]
+            allowed = bytes_in(mask)
             if not allowed:
                 break
             if not matcher.consume_token(choose.choice(allowed)):
