@@ -92,7 +92,17 @@ def os_errors_as(kind: type[CbatchError], what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise kind(f"{what}: {error.strerror}.") from error
+        raise kind(f"{what}: {reason_of(error)}.") from error
+
+
+def reason_of(error: BaseException) -> str:
+    """The message of an error; of one of the system, without the number and the name of the file."""
+    return str((isinstance(error, OSError) and error.strerror) or error)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message that is not blank; the kind of the error if there is none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def in_short(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from cbatch.base.chat_template_options import DEFAULT_TEMPLATE, TemplateOptions
 from cbatch.base.errors import RequestError, invalid_row
 from cbatch.base.outputs import KnownOutput, TokenEvent
-from cbatch.base.params import DEFAULT_PARAMS, SamplingParams
+from cbatch.base.params import DEFAULT_PARAMS, SamplingParams, derive_seed
 
 EventCallback = Callable[[TokenEvent], None]
 """Receives the events of one request. It is called on the engine's thread, so it must be quick (put into a queue)."""
@@ -148,6 +148,11 @@ class Request:
     def noise_seed(self) -> int:
         """The seed that counts."""
         return self.seed if self.params.seed is None else self.params.seed
+
+    def derived_seed(self, run_seed: int) -> int:
+        """The seed that the row gets in a run with this one, unless it has its own."""
+        kind, name = ("id", self.id) if self.id is not None else ("index", self.index)
+        return derive_seed(run_seed, kind, name)
 
     def ends(self, eos_ids: frozenset[int]) -> frozenset[int]:
         """Tokens that end an output, of a model with these end tokens."""

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any, TextIO, cast
 
 from cbatch.base.config import EngineConfig
-from cbatch.base.errors import CbatchError, ConfigError
+from cbatch.base.errors import CbatchError, ConfigError, first_line
 from cbatch.extras import missing_package
 from cbatch.isolate.child import make
 from cbatch.isolate.worker import WorkerDied
@@ -123,7 +123,7 @@ class RayLauncher(ReplicaLauncher):
         try:
             actor = options.remote(self._factory, config, max(int(num_cpus), 1))
         except RayError as error:
-            raise WorkerDied(_first_sentence(error)) from error
+            raise WorkerDied(first_line(error).rstrip(".:")) from error
         return RayConnection(actor, self.name(number), self._needs)
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class RayConnection:
             raise WorkerDied(reason) from failure
         except (RayError, OSError) as failure:
             cause = failure.cause if isinstance(failure, RayTaskError) else failure
-            raise WorkerDied(_first_sentence(cause)) from failure
+            raise WorkerDied(first_line(cause).rstrip(".:")) from failure
         if error is not None:
             raise error
         return value
@@ -212,7 +212,7 @@ def _connect(address: str) -> None:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, ValueError, RuntimeError, RayError) as error:
-        raise ConfigError(f"Cannot connect to the Ray cluster {address}: {_first_sentence(error)}.") from error
+        raise ConfigError(f"Cannot connect to the Ray cluster {address}: {first_line(error).rstrip('.:')}.") from error
 
 
 def _default_resources(nodes: list[dict[str, float]], num_gpus: int) -> dict[str, float]:
@@ -233,8 +233,3 @@ def _num_fitting(nodes: list[dict[str, float]], resources: Mapping[str, float]) 
 
 def _left(deadline: float) -> float | None:
     return None if math.isinf(deadline) else max(deadline - time.monotonic(), 0.0)
-
-
-def _first_sentence(error: BaseException) -> str:
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return line.rstrip(".:")

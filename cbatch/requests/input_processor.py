@@ -10,7 +10,7 @@ from typing import Any
 
 from cbatch.base.chat_template_options import TemplateOptions, effort_variables
 from cbatch.base.errors import RequestError, as_error, invalid_row
-from cbatch.base.params import SamplingParams, derive_seed
+from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request, RequestDefaults, ToolChoice
 from cbatch.extras import require_package
 from cbatch.requests.completion import Completion
@@ -94,8 +94,7 @@ class InputProcessor:
             check_adapter(effective.lora, adapters)
             row.params = effective
             row.adapter = adapters[row.params.lora] if row.params.lora else ""
-            kind, name = ("id", row.id) if row.id is not None else ("index", row.index)
-            row.seed = derive_seed(defaults.seed, kind, name) if effective.seed is None else effective.seed
+            row.seed = row.derived_seed(defaults.seed) if effective.seed is None else effective.seed
             if row.tools and (not self._has_template or defaults.raw):
                 raise invalid_row(f"tools need the chat template, {self._why_no_template()}")
             if row.tools and (self._tokenizer is None or not self._tokenizer.takes_tools):

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from cbatch.base.errors import ModelError, RequestError
+from cbatch.base.errors import ModelError, RequestError, reason_of
 from cbatch.base.model_files import model_folder
 from cbatch.base.units import format_bytes
 from cbatch.isolate.child import Limits
@@ -144,7 +144,7 @@ def _ask(sandbox: Sandbox, method: str, *arguments: Any) -> Any:
     except WorkerFailed as failed:
         raise TokenizerFailed(str(failed)) from failed
     except OSError as error:
-        sentence = f"The process for the tokenizer cannot be started: {error.strerror or error}."
+        sentence = f"The process for the tokenizer cannot be started: {reason_of(error)}."
         raise RequestError("internal_error", sentence) from error
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cbatch.base.errors import ConfigError, RequestError, ToolError, os_errors_as
+from cbatch.base.errors import ConfigError, RequestError, ToolError, os_errors_as, reason_of
 from cbatch.base.strict_json import parse_json_object
 from cbatch.extras import require_package
 from cbatch.isolate.process import MAX_OUTPUT_BYTES, run_process
@@ -74,8 +74,7 @@ class Tool:
         except (RequestError, ToolError) as error:
             text = f"Error: {error}"
         except Exception as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            text = f"Error: the tool cannot be run: {reason}."
+            text = f"Error: the tool cannot be run: {reason_of(error)}."
         if len(text) > MAX_RESULT_CHARACTERS:
             return f"{text[:MAX_RESULT_CHARACTERS]}\n[the rest is cut off]"
         return text.strip("\n")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cbatch.base.errors import ConfigError
+from cbatch.base.errors import ConfigError, reason_of
 from cbatch.extras import require_package
 from cbatch.isolate.child import Limits
 from cbatch.isolate.process import MAX_ERROR_CHARACTERS, run_process
@@ -147,8 +147,7 @@ def _schema_text(value: str) -> str:
     try:
         return Path(value).read_text()
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"Cannot read {value}: {reason}.") from error
+        raise ConfigError(f"Cannot read {value}: {reason_of(error)}.") from error
 
 
 def as_checks(value: CheckLike | Sequence[CheckLike] | None) -> Sequence[object]:

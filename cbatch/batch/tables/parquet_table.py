@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from datetime import time
 from typing import IO, Any
 
-from cbatch.base.errors import ConfigError
+from cbatch.base.errors import ConfigError, first_line
 from cbatch.batch.forms import CHUNK, import_pyarrow
 from cbatch.batch.tables.columns import Column, Kinds, Rows, TableRow, as_text, values_of
 from cbatch.batch.tables.csv_table import check_names
@@ -38,7 +38,7 @@ class ParquetTable:
         try:
             self._file = parquet.ParquetFile(_seekable(stream), buffer_size=CHUNK, pre_buffer=False)
         except (arrow.ArrowException, OSError) as error:
-            raise ConfigError(f"{name} is not a Parquet file: {str(error).splitlines()[0].rstrip('.')}.") from error
+            raise ConfigError(f"{name} is not a Parquet file: {first_line(error).rstrip('.')}.") from error
         schema = self._file.schema_arrow
         check_names(schema.names, name)
         self.names: list[str] = schema.names

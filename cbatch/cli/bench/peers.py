@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from cbatch.base.errors import first_line
 from cbatch.cli.bench.workload import Outputs, Workload
 from cbatch.runtime.transfer import synchronize
 
@@ -165,8 +166,7 @@ def run_peer(name: str, setup: PeerSetup) -> tuple[Outputs, dict[str, Any]]:
             elapsed = setup.now() - start
             used = network.config._attn_implementation
     except Exception as error:  # a peer that does not work here is a line of the table, not the end of the bench
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        sentence = (lines or [type(error).__name__])[0].partition(". ")[0].rstrip(".")
+        sentence = first_line(error).partition(". ")[0].rstrip(".")
         raise PeerError(f"not available here: {sentence}.") from error
     finally:
         logger.setLevel(level)

@@ -20,6 +20,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from cbatch.base.errors import reason_of
 from cbatch.base.option import Option
 
 PRESET = "preset"
@@ -70,7 +71,7 @@ def _content(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
-        raise ConfigFileError(f"{shown} cannot be read: {error.strerror or error}.") from error
+        raise ConfigFileError(f"{shown} cannot be read: {reason_of(error)}.") from error
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise ConfigFileError(f"{shown} is not valid UTF-8 (line {line}).") from error

@@ -15,7 +15,7 @@ from click.shell_completion import CompletionItem
 
 from cbatch.base.chat_template_options import TemplateOptions
 from cbatch.base.config import EngineConfig
-from cbatch.base.errors import ConfigError, RequestError
+from cbatch.base.errors import ConfigError, RequestError, reason_of
 from cbatch.base.option import Option, OptionField, option, options_of, parse_json
 from cbatch.base.params import PARAM_NAMES, PARAMS, SamplingParams
 from cbatch.cli.common.replica_options import ReplicaOptions
@@ -89,8 +89,7 @@ def _parse_json_schema(text: str) -> dict[str, Any]:
         try:
             text = Path(path).read_text()
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise ValueError(f"cannot read {path!r}: {reason}.") from None
+            raise ValueError(f"cannot read {path!r}: {reason_of(error)}.") from None
     schema = parse_json(text)
     if not isinstance(schema, dict):
         raise ValueError("a JSON schema is an object.")

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 import click
 
-from cbatch.base.errors import ConfigError, os_errors_as
+from cbatch.base.errors import ConfigError, os_errors_as, reason_of
 from cbatch.cli.common.configured_command import ConfiguredCommand, preset_option
 from cbatch.cli.common.console import OutputStream, emit, notice, safe_json, show_progress
 from cbatch.cli.common.exits import handle_signals
@@ -158,8 +158,7 @@ def open_output(options: RunOptions, source: RowInput) -> Iterator[RowWriter]:
     try:
         opened = _open_writer(options, source)
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of symlinks
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"Cannot write {options.output}: {reason}.") from error
+        raise ConfigError(f"Cannot write {options.output}: {reason_of(error)}.") from error
     with opened as output, without_library_output() if isinstance(opened, StreamWriter) else nullcontext():
         if not (options.resume or options.overwrite):
             output.check_empty()

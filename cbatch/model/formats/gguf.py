@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from cbatch.base.errors import ModelError
+from cbatch.base.errors import ModelError, os_errors_as
 from cbatch.base.model_files import sample_pieces
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.families import read_program
@@ -52,10 +52,8 @@ class GgufModel:
         cache: where merges are kept. The tokenizer is read when it is asked for
         """
         self._cache = cache
-        try:
+        with os_errors_as(ModelError, f"Cannot read {paths[0]}"):
             self._file = file = read_gguf(paths)
-        except OSError as error:
-            raise ModelError(f"Cannot read {paths[0]}: {error.strerror or error}.") from error
         self.config: Config = read_config(file)
         self._weights = StoredWeights(matrices_of(file, self.config), file)
         try:

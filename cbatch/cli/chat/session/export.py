@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.base.errors import RequestError, os_errors_as
-from cbatch.base.params import SamplingParams, derive_seed
+from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
 from cbatch.base.strict_json import parse_json_object
 from cbatch.batch.lines import Line, RowOptions, read_lines
@@ -92,9 +92,8 @@ def from_result(path: Path, index: int, prompts: Path | None, run_seed: int = 0)
         _check_same_row(result, row, f"R{where[1:]}", f"line {index + 1} of {prompts}")
         prompt_tokens = None if row.raw else done.usage.prompt_tokens
         session.load_messages([dict(one) for one in row.messages or [{"role": "user", "content": row.text or ""}]])
-        kind, name = ("id", row.id) if row.id is not None else ("index", row.index)
         reply.params = {name: value for name, value in row.given.items() if name != "seed"}
-        reply.seed = row.given.get("seed", derive_seed(run_seed, kind, name))
+        reply.seed = row.given.get("seed", row.derived_seed(run_seed))
         # The length limit of this one reply does not apply to the rest of the conversation.
         session.params = {name: value for name, value in reply.params.items() if name != "max_tokens"}
     last = session.last
