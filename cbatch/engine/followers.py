@@ -12,14 +12,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import EngineError, in_short
+from cbatch.base.run_folder import RunFolder
 from cbatch.isolate.worker import Worker, WorkerDied
 from cbatch.model.ops.shards import Part
 from cbatch.runtime.batch import RaggedBatch
@@ -50,7 +49,7 @@ class Followers:
         self._failure = ""
         self._in_step = False
         self._is_closing = threading.Event()
-        self._folder = TemporaryDirectory(prefix="cbatch-group-")
+        self._folder = RunFolder("group")
         self._workers = [
             Worker(
                 _FACTORY,
@@ -81,7 +80,7 @@ class Followers:
 
     def form(self, limits: StepLimits, size: Sequence[int]) -> ProcessGroup:
         """Makes the group, while the other processes do, and go on to what is made together."""
-        path = str(Path(self._folder.name, "store"))
+        path = str(self._folder.path / "store")
         self._send_all("make", path, limits, size)
         self._in_step = True
         self.group = ProcessGroup(path, self.part.rank, self._size, self._device)
@@ -111,8 +110,7 @@ class Followers:
             worker.send_kill()
         for worker in self._workers:
             worker.kill()
-        with suppress(OSError):
-            self._folder.cleanup()
+        self._folder.close()
 
     def _wait(self) -> None:
         """Until the others have begun the last step; a GPU may still compute it."""
