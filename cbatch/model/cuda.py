@@ -190,9 +190,10 @@ class CudaModel(ProgramModel):
         if self.part.size == 1:
             return self.finished(logits(self.ops, chosen, self.head.lm_head, out))
         found = self.finished(logits(self.ops, chosen, self.head.lm_head))
-        out = found.new_zeros(len(rows), self.vocab_size) if out is None else out
-        if self._group is not None:
-            self._group.gather_columns(found, self._head_widths, out)
+        out = found.new_empty(len(rows), sum(self._head_widths)) if out is None else out
+        if self._group is None:
+            return out.zero_()
+        self._group.gather_columns(found, self._head_widths, out)
         return out
 
     def head_input(self, hidden: HiddenStates, rows: Tensor) -> Tensor:
