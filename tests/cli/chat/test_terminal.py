@@ -63,7 +63,7 @@ def test_sessions_stream_side_by_side_and_remember_their_own(chat: Chat) -> None
     chat.say("/all What is my name?")
     chat.wait_for_sessions("[1 main] 2 bob…")
     chat.wait("Your name is Ada.")
-    chat.say("/compare bob", "main │ bob", "Your name is Ada. │ Your name is Bob.")
+    chat.say("/compare bob", "main │ bob", "Your name is Ada. │", "│ Your name is Bob.")  # which may have ended
     chat.send("\x1b", "Your name is Ada.", gone="Your name is Bob.")
     chat.send("\x1b2")
     chat.wait("Your name is Bob.", gone="Ada")
