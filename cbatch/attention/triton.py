@@ -28,7 +28,7 @@ def fits(layers: list[LayerShape], dtype: torch.dtype, device: torch.device) -> 
 
 class TritonAttention:
     """One kernel for decode rows and chunks of few tokens (`kernels/triton/attention_decode.py`), another for longer
-    chunks (`attention_prefill.py`), and one that merges what is split over the keys (`attention_tile.py`).
+    chunks (`attention_prefill.py`), and one that merges those that are split over the keys (`attention_tile.py`).
 
     A block is [heads, block_size, dim]: what a program reads of it is contiguous.
 
@@ -100,7 +100,7 @@ class TritonAttention:
         parts = Partials.empty(metadata, out, arguments["window"] or None)
         attend_decode(query, keys, values, out, parts, metadata, arguments, self._grid, self.decode)
         attend_prefill(query, keys, values, out, parts, metadata, arguments, self.prefill, self.limits)
-        combine(out, parts, metadata, arguments, self.limits)
+        combine(out, parts, metadata, arguments, query.shape[1] // keys.shape[1], self.limits)
         return out
 
 

@@ -30,6 +30,7 @@ SPILLS = {
     ("_prefill_kernel", 100, 256): 24, ("_gated_delta_tile_kernel", 120, 0): 48,
     ("_selective_scan_tile_kernel", 120, 0): 24, ("_expert_linear_kernel", 120, 0): 8,
     ("_prefill_kernel", 120, 0): 32, ("_expand_kernel", 100, 0): 8,
+    **{("_combine_kernel", 80, head): 8 for head in (0, 128)},
     ("_linear_kernel", 100, 0): 16, **{("_linear_kernel", chip, 0): 8 for chip in (80, 90)},
     **{("_expert_linear_kernel", chip, 0): 8 for chip in (80, 86, 89, 90)},
 }  # fmt: skip
@@ -37,7 +38,7 @@ SPILLS = {
 threads of a program, if each tile of keys and values costs them, beside the 32 KiB of the tile; smaller ones cost more.
 Recurrent layers have the smallest tiles that matrix units take. Products and experts with packed weights spill 8 or 16
 in some sizes, because the assembler stops at 80 or 96 of 255 registers. The 32 of attention are of `--deterministic`,
-which masks every tile of keys. The 8 of adapters are of prompts."""
+which masks every tile of keys. The 8 of adapters are of prompts, and so are those of merging."""
 
 
 class Kernel(NamedTuple):

@@ -255,6 +255,24 @@ def test_more_splits_than_are_merged_at_once() -> None:
     check(sequences, steps, only_written=1)
 
 
+def test_the_last_split_to_be_done_changes_no_bits() -> None:
+    """Guards the merge within the decode kernel: whichever program merges, it does so in one order, and what counts the
+    splits is zero again.
+    """
+    sequences = Sequences(CASES["grouped heads"], [150, 90, 5], HALF)
+    attention, slices = backend(), [(0, 149, 150), (1, 87, 90), (2, 4, 5)]
+    cache = sequences.cache(attention, HALF, DEVICE)
+    sequences.fill(attention, cache, [(one, 0, length) for one, length in enumerate(sequences.lengths)])
+    metadata = attention.prepare(sequences.batch(slices, DEVICE), sequences.case.block_size)
+    assert metadata.decode is not None
+    query, results = sequences.rows(sequences.query, slices, HALF, DEVICE), []
+    for _ in range(2):
+        results.append(attention.attend(query, *cache, metadata, scale=0.3))
+        assert not metadata.arrivals(2).any()
+        metadata.decode.items.copy_(metadata.decode.items.flip(0))
+    assert results[0].isfinite().all() and torch.equal(*results)
+
+
 def undefined_query(sequences: Sequences, tokens: int, slices: list[ScheduledChunk]) -> Tensor:
     """Queries of a step, with NaN in the rows of padding."""
     query = torch.full((tokens, 2, 32), torch.nan, device=DEVICE)
@@ -430,7 +448,7 @@ def test_work_is_listed_once_and_windows_are_a_beginning(seed: int) -> None:
         for one in cut for split in range(splits[one]) for token in range(counts[one])
     ]  # fmt: skip
     assert sorted(parts) == list(range(work.partials))
-    assert work.merges.tolist() == [[one, token] for one in cut for token in range(counts[one])]
+    assert work.merges.tolist() == [[one, token] for one in cut if counts[one] > 1 for token in range(counts[one])]
     assert work.sequences[:, 0].tolist() == [0, *np.cumsum(counts)[:-1].tolist()]
     assert work.sequences[:, 4].tolist() == size
 

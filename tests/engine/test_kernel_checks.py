@@ -5,6 +5,7 @@ Without a GPU, Triton's interpreter runs the kernels.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from copy import copy
@@ -153,13 +154,17 @@ def test_an_fp8_cache_may_be_one_step_off(dtype: torch.dtype, monkeypatch: pytes
             assert check.agrees is agrees
 
 
-def lose_split(split: int) -> Callable[..., None]:
-    """Leaves out a split of the last sequence, counted from its end if negative."""
+def lose_splits(number: int, lost: int | slice) -> Callable[..., None]:
+    """Merges a sequence again without some of its splits."""
 
     def damage(*arguments: Any) -> None:
-        parts, metadata = arguments[4], arguments[5]
-        length, _, _, size, first = metadata.sequences[-1].tolist()[1:]
-        parts.sums[first + split % -(-length // size)] = -torch.inf
+        out, parts, metadata = arguments[3:6]
+        row, length, count, _, size, first = metadata.sequences[number].tolist()
+        if splits := -(-length // max(size, 1)):  # else it is padding
+            mine = slice(first, first + splits * count)
+            sums, results = (part[mine].unflatten(0, (splits, count)) for part in (parts.sums, parts.results))
+            sums[lost] = -torch.inf
+            out[row : row + count] = (torch.softmax(sums * math.log(2), 0)[..., None] * results).sum(0)
 
     return damage
 
@@ -179,7 +184,7 @@ def test_small_faults_behind_long_pasts_are_seen(monkeypatch: pytest.MonkeyPatch
     assert error() < 0.05
     for split in (0, -2, -1):
         with monkeypatch.context() as patch:
-            plant(patch, "attend_decode", lose_split(split))
+            plant(patch, "attend_decode", lose_splits(-1, split))
             assert error() > 1, split
 
 
@@ -317,12 +322,12 @@ def test_captured_steps(
 
 
 def without_second_turn(patch: pytest.MonkeyPatch) -> None:
-    def damage(*arguments: Any) -> None:
-        parts, metadata = arguments[4], arguments[5]
-        length, count, size, first = metadata.sequences[1, [1, 2, 4, 5]].tolist()
-        parts.sums[first + 16 * count : first + -(-length // max(size, 1)) * count] = -torch.inf
+    plant(patch, "attend_decode", lose_splits(1, slice(16, None)))
 
-    plant(patch, "attend_decode", damage)
+
+def without_reset(patch: pytest.MonkeyPatch) -> None:
+    """What counts splits is not zero again after a launch."""
+    plant(patch, "attend_decode", lambda *arguments: arguments[5].arrivals(arguments[1].shape[1]).fill_(1))
 
 
 @pytest.mark.slow
@@ -332,6 +337,7 @@ def without_second_turn(patch: pytest.MonkeyPatch) -> None:
         (lambda _: None, AT_ONCE, True),
         (lambda _: None, NEVER, False),
         (without_second_turn, AT_ONCE, False),
+        (without_reset, AT_ONCE, False),
     ],
 )
 def test_captured_attention(

@@ -62,6 +62,21 @@ def test_kernels_compile_and_fit(chips: str, heads: str, group: str, caches: str
     assert reads == {"_decode_kernel", "_prefill_kernel"} & names
 
 
+def test_launches_of_a_layer() -> None:
+    """Guards the time of a decode step at batch 1, which follows the number of its launches: an added one is noticed,
+    also behind a long past, whose attention is split.
+    """
+    code = "import json; from tests.support.stubbed_steps import CONFIGS, launches_of_a_layer as count\n"
+    code += "print(json.dumps([count(CONFIGS['llama'], [99, 3999], [100, stop]) for stop in (4000, 4040)]))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    decode, mixed = json.loads(done.stdout)
+    each = {"_norm_kernel": 2, "mm.out": 4, "_prepare_heads_kernel": 1, "_decode_kernel": 1, "_activate_kernel": 1}
+    assert decode == each and sum(decode.values()) == 9
+    assert mixed == each | {"_prefill_kernel": 1, "_combine_kernel": 1}
+
+
 @pytest.mark.slow
 def test_nothing_is_compiled_after_warm_up() -> None:
     """Guards against kernels that are compiled for a number of rows or tokens, or for an address, that changes from

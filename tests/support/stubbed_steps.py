@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cbatch.attention.triton import TritonAttention
 from cbatch.base.quantization import Quantization
@@ -218,6 +220,30 @@ def attention_compiled_late(dim: int, sizes: Sequence[int]) -> list[str]:
             attend([99] * size, [100] * size)
             attend([0, 1999, 7], [size, 2000, 12])
         return stub.changes(begin)
+
+
+class CountedOperations(TorchDispatchMode):
+    """Counts operations of torch that launch something: neither views nor new tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and "empty" not in func.name():
+            self.launches[func.name().removeprefix("aten::")] += 1
+        return func(*args, **kwargs or {})
+
+
+def launches_of_a_layer(config: Mapping[str, Any], starts: Sequence[int], stops: Sequence[int]) -> dict[str, int]:
+    """What a step launches more often if the model has one layer more: kernels and operations of torch."""
+    found = []
+    for layers in (1, 2):
+        steps = StubbedSteps(config | {"num_hidden_layers": layers}, num_blocks=2000)
+        with stub_driver() as stub, torch.inference_mode(), CountedOperations() as counted:
+            steps.model.forward(steps.batch(starts, stops), steps.kv_cache, steps.attention)
+        found.append(stub.launches + counted.launches)
+    return dict(found[1] - found[0])
 
 
 if __name__ == "__main__":

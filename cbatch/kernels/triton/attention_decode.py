@@ -1,8 +1,9 @@
 """Attention of few query tokens over many cached ones: decode rows, and chunks whose tokens fit into one tile.
 
 It takes as long as reading the cache. A fixed number of programs walk over a list of items, each a split of one
-sequence for one KV head. All tokens of a sequence and all query heads that share the KV head form one tile. Whatever
-changes from step to step is read on the device, so a captured launch is right for the next step.
+sequence for one KV head. All tokens of a sequence and all query heads that share the KV head form one tile. The program
+that is the last to finish a split of a sequence merges all of them, always in their order. Whatever changes from step
+to step is read on the device, so a captured launch is right for the next step.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from cbatch.kernels.triton.attention_metadata import AttentionMetadata
 from cbatch.kernels.triton.attention_tile import (
+    CHUNK,
     LAUNCH,
     Heads,
     Partials,
@@ -25,8 +27,10 @@ from cbatch.kernels.triton.attention_tile import (
     first_seen,
     kv_rows,
     load_kv,
+    merge_splits,
     narrow_rows,
     online_softmax_update,
+    power_of_2,
     scaled_scores,
 )
 from cbatch.kernels.triton.occupancy import KIB, DeviceLimits, resident_programs
@@ -103,7 +107,7 @@ def attend_decode(
     query: Tensor, keys: Tensor, values: Tensor, out: Tensor, parts: Partials, metadata: AttentionMetadata, options:
     dict[str, Any], grid: DecodeGrid, tuning: DecodeTuning,
 ) -> None:  # fmt: skip
-    """Writes the rows of out [T, query heads, value_dim] or of the partial results that belong to narrow chunks.
+    """Writes the rows of out [T, query heads, value_dim] that belong to narrow chunks.
 
     query         [T, query heads, key_dim], any strides between rows and heads
     keys, values  [num_blocks, kv_heads, block_size, dim]; uint8 for FP8
@@ -120,8 +124,8 @@ def attend_decode(
     variant = heads, has_window, options["IS_CHUNKED"], options["HAS_SOFTCAP"], options["HAS_SINKS"], tuning
     programs = min(grid.programs(variant), len(decode.items) * heads.block[0])
     kernel = _decode_kernel[(programs,)](
-        query, keys, values, out, *parts, metadata.sequences, decode.items, decode.totals, metadata.block_ids, levels,
-        query.stride(0), query.stride(1), **options, **constants,
+        query, keys, values, out, *parts, metadata.sequences, decode.items, decode.totals, metadata.block_ids,
+        metadata.arrivals(heads.block[0]), levels, query.stride(0), query.stride(1), **options, **constants,
     )  # fmt: skip
     grid.launched(variant, kernel)
 
@@ -130,7 +134,8 @@ def attend_decode(
 def _constants(heads: Heads, has_window: bool, tuning: DecodeTuning, limits: DeviceLimits) -> dict[str, Any]:
     layer = cache_layout(heads)
     return {
-        **layer, "ROWS": narrow_rows(layer["GROUP"]), "TOKENS": tuning.tile_tokens(layer["KEY_TILE"], heads.dtype),
+        **layer, "ROWS": narrow_rows(layer["GROUP"]), "MERGED": min(power_of_2(layer["GROUP"]), 4), "CHUNK": CHUNK,
+        "TOKENS": tuning.tile_tokens(layer["KEY_TILE"], heads.dtype),
         "num_warps": tuning.warps, "num_stages": tuning.stages,
         **max_registers(heads, has_window, limits), **LAUNCH,
     }  # fmt: skip
@@ -138,11 +143,11 @@ def _constants(heads: Heads, has_window: bool, tuning: DecodeTuning, limits: Dev
 
 @triton.jit(do_not_specialize=["levels", "window"])
 def _decode_kernel(
-    query, keys, values, out, partials, sums, sequences, items, totals, block_ids, levels, query_row, query_head, scale,
-    window, softcap, sinks, HAS_WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    query, keys, values, out, partials, sums, sequences, items, totals, block_ids, arrivals, levels, query_row,
+    query_head, scale, window, softcap, sinks, HAS_WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr,
+    VALUE_TILE: tl.constexpr, ROWS: tl.constexpr, MERGED: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program p of P takes pairs p, p + P, ... of an item and a KV head. The heads of an item are neighbours."""
     work = tl.load(totals + levels - 1) * KV_HEADS
@@ -192,11 +197,36 @@ def _decode_kernel(
         result, log_sum = acc / total[:, None], largest + tl.log2(total)
         kept = (r < rows)[:, None] & (column < VALUE_DIM)[None, :]
         place = token * (KV_HEADS * GROUP) + row
-        if seen // size == tl.maximum(length - 1, 0) // size:
+        first, last = seen // size, tl.maximum(length - 1, 0) // size
+        if first == last:
             results = out + first_row * (KV_HEADS * GROUP * VALUE_DIM)
             tl.store(results + place[:, None] * VALUE_DIM + column[None, :], result.to(out.dtype.element_ty), mask=kept)
-        else:
+        elif rows > 0:
             part = (tl.load(sequence + 5) + split * count).to(tl.int64) * (KV_HEADS * GROUP)
             to = partials + part * VALUE_DIM
             tl.store(to + place[:, None] * VALUE_DIM + column[None, :], result, mask=kept)
             tl.store(sums + part + place, log_sum, mask=r < rows)
+            tl.debug_barrier()  # all of the program has stored what the arrival announces
+            arrived = arrivals + tl.load(item) * KV_HEADS + head
+            if tl.atomic_add(arrived, 1) == last - first:
+                _merge_rows(
+                    out, partials, sums, sequence, rows, count, first, last, head, KV_HEADS, GROUP, VALUE_DIM,
+                    VALUE_TILE, MERGED, CHUNK,
+                )  # fmt: skip
+                tl.store(arrived, 0)  # for the next launch
+
+
+@triton.jit
+def _merge_rows(
+    out, partials, sums, sequence, rows, count, first, last, head, KV_HEADS, GROUP, VALUE_DIM, VALUE_TILE, MERGED, CHUNK
+):
+    """Writes the results of a tile whose splits are all done, MERGED rows at once, so that few splits are one read."""
+    column = tl.arange(0, VALUE_TILE)[None, :]
+    for begin in range(0, rows, MERGED):
+        r = begin + tl.arange(0, MERGED)
+        place = r // GROUP * (KV_HEADS * GROUP) + head * GROUP + r % GROUP
+        base = tl.load(sequence + 5).to(tl.int64) * (KV_HEADS * GROUP) + place
+        step = count * (KV_HEADS * GROUP)
+        merged = merge_splits(partials, sums, base, r < rows, step, first, last, VALUE_DIM, VALUE_TILE, CHUNK // MERGED)
+        to = out + (tl.load(sequence).to(tl.int64) * (KV_HEADS * GROUP) + place)[:, None] * VALUE_DIM + column
+        tl.store(to, merged.to(out.dtype.element_ty), mask=(r < rows)[:, None] & (column < VALUE_DIM))

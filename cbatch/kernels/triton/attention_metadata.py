@@ -2,7 +2,7 @@
 
 Each sequence of a step brings a chunk of tokens. Its keys are cut into splits at fixed places that depend on nothing
 but itself (`split_tokens`), so its results have the same bits in every batch. Each split gives a partial result for
-each token of the chunk, and a last kernel merges them.
+each token of the chunk. The decode kernel merges its own; a kernel of its own merges those of the prefill kernel.
 
 Which kernel takes a chunk depends on the heads of a layer: the decode kernel takes chunks whose tokens fill one tile,
 the prefill kernel the others. Short chunks are in the lists of both, and each kernel passes over what the other takes.
@@ -22,7 +22,7 @@ sequence is cut into other chunks. If work is `whole`, nothing is split, and the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,7 +96,7 @@ class AttentionMetadata:
                many tokens the step has of it, index of its first block in `block_ids`, tokens of a split, and index of
                its first partial result: that of split s and token t is s * tokens + t later
     block_ids  [P] int32
-    merges     [capacity, 2] int32: sequence and token, for each token of a sequence with several splits
+    merges     [capacity, 2] int32: sequence and token, for each token of a chunk of several that has several splits
     num_merges [1] int32: how many of them there are
     partials   how many partial results there may be; 0 if no sequence has more than one split
     """
@@ -109,6 +109,13 @@ class AttentionMetadata:
     partials: int
     decode: DecodeMetadata | None
     prefill: PrefillMetadata | None
+    _arrivals: dict[int, Tensor] = field(default_factory=dict, init=False)
+
+    def arrivals(self, kv_heads: int) -> Tensor:
+        """[S, kv_heads] int32 zeros, in which the decode kernel counts splits that are done, and leaves zeros."""
+        if kv_heads not in self._arrivals:
+            self._arrivals[kv_heads] = self.sequences.new_zeros(len(self.sequences), kv_heads)
+        return self._arrivals[kv_heads]
 
 
 class Work(NamedTuple):
@@ -170,7 +177,7 @@ def list_work(counts: Ints, lengths: Ints, first_blocks: Ints, unit: int, *, who
     (narrow,) = (counts <= (0 if whole else NARROW)).nonzero()
     last = (lengths - (splits - 1) * size)[narrow]
     items, totals = list_items(narrow, splits[narrow], last)
-    (merged,) = is_split.nonzero()
+    (merged,) = (is_split & (counts > 1)).nonzero()
     merges = in_columns(merged.repeat(counts[merged]), positions_in(counts[merged]))
     (wide,) = (lengths > 0 if whole else counts > 1).nonzero()
     pieces, piece_tokens = list_pieces(wide, counts, lengths, size, splits)
@@ -247,7 +254,7 @@ class StepBuffers:
         self._max_partials = 0 if self._levels == 1 else items + spare_tokens
         # The block ids come last, so that a copy ends with those that are used.
         shapes: list[tuple[int, ...]] = [(tokens,), (sequences, 6), (items, 2), (self._levels,)]
-        shapes += [(0 if whole else tokens, 2), (1,), (self._max_pieces, 3), (1,), (block_ids,)]
+        shapes += [(0 if whole or decode_only else tokens, 2), (1,), (self._max_pieces, 3), (1,), (block_ids,)]
         self._room: list[Ints] = [np.empty(size, np.int64) for size in (tokens, tokens, *[sequences] * 3)]
         self._room += [np.empty(shape, np.int32) for shape in shapes]
         self._packed = torch.zeros(packed_size(self._room), dtype=torch.uint8, device=device)

@@ -1,5 +1,5 @@
-"""Code of both attention kernels: tokens in the cache, how they are stored, attention over one tile of them, and the
-kernel that merges the partial results of sequences that are split, whichever has computed them.
+"""Code of both attention kernels: tokens in the cache, how they are stored, attention over one tile of them, and how
+the partial results of sequences that are split are merged: by the decode kernel itself, or by one after the other.
 
 Scores are in base 2: they are multiplied with log2(e), because the hardware computes exp2.
 """
@@ -208,8 +208,34 @@ def _store_heads(cache, new, step, there, head, HEADS, DIM, TILE):
     tl.store(cache + there[:, None] * DIM + column[None, :], number, mask=kept)
 
 
+@triton.jit
+def merge_splits(partials, sums, base, real, step, first, last, VALUE_DIM, VALUE_TILE, CHUNK):
+    """[rows, VALUE_TILE] float32: partial results of the splits first to last, CHUNK of them at once, in their order.
+
+    base: [rows] partial result of split 0; that of the next is `step` later. real: which rows exist
+    """
+    column = tl.arange(0, VALUE_TILE)[None, None, :]
+    acc = tl.zeros([base.shape[0], VALUE_TILE], tl.float32)
+    largest, total = tl.full([base.shape[0]], float("-inf"), tl.float32), tl.zeros([base.shape[0]], tl.float32)
+    for place in range(first, last + 1, CHUNK):
+        split = place + tl.arange(0, CHUNK)[:, None]
+        there, row = real[None, :] & (split <= last), base[None, :] + split * step
+        # Another multiprocessor may have written them during this launch, so they are not read from the L1 cache.
+        weight = tl.load(sums + row, mask=there, other=float("-inf"), cache_modifier=".cg")
+        of_part = partials + row[:, :, None] * VALUE_DIM + column
+        part = tl.load(of_part, mask=there[:, :, None] & (column < VALUE_DIM), other=0.0, cache_modifier=".cg")
+        peak = tl.maximum(largest, tl.max(weight, 0))
+        # Of a chunk of tokens, a late one may see none of the first splits.
+        shift = tl.where(peak == float("-inf"), 0.0, peak)
+        weight, fade = tl.exp2(weight - shift[None, :]), tl.exp2(largest - shift)
+        acc = acc * fade[:, None] + tl.sum(part * weight[:, :, None], 0)
+        total = total * fade + tl.sum(weight, 0)
+        largest = peak
+    return acc / tl.where(real, total, 1.0)[:, None]
+
+
 CHUNK = 16
-"""Partial results that are merged at once."""
+"""Partial results that are merged at once: of one head of a token, or of several in the decode kernel."""
 
 _MERGING_PROGRAMS = 8
 """On each multiprocessor, so that a captured launch may have room for many more merges than a step has."""
@@ -235,55 +261,49 @@ class Partials(NamedTuple):
 
 
 def combine(
-    out: Tensor, parts: Partials, metadata: AttentionMetadata, options: dict[str, Any], limits: DeviceLimits
+    out: Tensor, parts: Partials, metadata: AttentionMetadata, options: dict[str, Any], group: int, limits: DeviceLimits
 ) -> None:
-    """Writes the rows of out [T, query heads, value_dim] that have partial results, and no other rows."""
-    if not len(parts.results):
+    """Writes the rows of out [T, query heads, value_dim] of wide chunks that are split, and no other rows.
+
+    Tiles of such a chunk lie in several programs of the prefill kernel, and each sees other splits.
+
+    group: query heads that share a KV head
+    """
+    if metadata.prefill is None or not len(parts.results):
         return
     heads, value_dim = out.shape[1:]
     programs = min(len(metadata.merges) * heads, limits.multiprocessors * _MERGING_PROGRAMS)
     _combine_kernel[(programs,)](
         out, *parts, metadata.sequences, metadata.merges, metadata.num_merges, options["window"],
         HAS_WINDOW=options["HAS_WINDOW"], IS_CHUNKED=options["IS_CHUNKED"],
-        HEADS=heads, VALUE_DIM=value_dim, VALUE_TILE=max(16, power_of_2(value_dim)), CHUNK=CHUNK, **LAUNCH,
+        NARROW=narrow_rows(group) // group, HEADS=heads, VALUE_DIM=value_dim,
+        VALUE_TILE=max(16, power_of_2(value_dim)), CHUNK=CHUNK, **LAUNCH,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["window"])
 def _combine_kernel(
     out, partials, sums, sequences, merges, count, window, HAS_WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr,
-    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_TILE: tl.constexpr, CHUNK: tl.constexpr,
+    NARROW: tl.constexpr, HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_TILE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Merges the splits that a token sees, for a head, in their order. Program p of P takes pairs p, p + P, ...
+    """Merges the splits that a token sees, for a head. Program p of P takes pairs p, p + P, ...
 
-    If the window of the sequence's tokens lies in one split, they have their results already.
+    Chunks of up to NARROW tokens have their results already, and so have those whose window lies in one split.
     """
     for turn in range(tl.program_id(0), tl.load(count) * HEADS, tl.num_programs(0)):
         merge, head = merges + turn // HEADS * 2, turn % HEADS
         sequence, token = sequences + tl.load(merge) * 6, tl.load(merge + 1)
         length, tokens, size = tl.load(sequence + 1), tl.load(sequence + 2), tl.load(sequence + 4)
         begin = first_seen(length - tokens, window, IS_CHUNKED) if HAS_WINDOW else 0
-        if begin // size < tl.maximum(length - 1, 0) // size:
+        if (tokens > NARROW) & (begin // size < (length - 1) // size):
             limit = length - tokens + 1 + token
             first = first_seen(limit - 1, window, IS_CHUNKED) // size if HAS_WINDOW else 0
             last = (limit - 1) // size
-            column = tl.arange(0, VALUE_TILE)
-            acc = tl.zeros([VALUE_TILE], tl.float32)
-            largest, total = float("-inf"), 0.0
-            base = tl.load(sequence + 5).to(tl.int64) + token
-            for place in range(first, last + 1, CHUNK):
-                split = place + tl.arange(0, CHUNK)
-                row = (base + split * tokens) * HEADS + head
-                weight = tl.load(sums + row, mask=split <= last, other=float("-inf"))
-                kept = (split <= last)[:, None] & (column < VALUE_DIM)[None, :]
-                part = tl.load(partials + row[:, None] * VALUE_DIM + column[None, :], mask=kept, other=0.0)
-                peak = tl.maximum(largest, tl.max(weight, 0))
-                weight = tl.exp2(weight - peak)
-                fade = tl.exp2(largest - peak)
-                acc = acc * fade + tl.sum(part * weight[:, None], 0)
-                total = total * fade + tl.sum(weight, 0)
-                largest = peak
+            base = tl.zeros([1], tl.int64) + ((tl.load(sequence + 5) + token).to(tl.int64) * HEADS + head)
+            real = tl.full([1], True, tl.int1)
+            merged = merge_splits(partials, sums, base, real, tokens * HEADS, first, last, VALUE_DIM, VALUE_TILE, CHUNK)
             # Read again, so that these numbers need no registers meanwhile.
             target = tl.load(sequences + tl.load(merge) * 6) + tl.load(merge + 1)
+            column = tl.arange(0, VALUE_TILE)[None, :]
             there = out + (target.to(tl.int64) * HEADS + head) * VALUE_DIM + column
-            tl.store(there, (acc / total).to(out.dtype.element_ty), mask=column < VALUE_DIM)
+            tl.store(there, merged.to(out.dtype.element_ty), mask=column < VALUE_DIM)
