@@ -12,8 +12,10 @@ from torch import Tensor
 
 from cbatch.runtime.device import is_cuda
 
-_TIMEOUT = timedelta(minutes=30)
-"""How long a process waits for the others. Those that die are noticed at once, by whoever has started them."""
+_CONNECT, _TIMEOUT = timedelta(minutes=2), timedelta(minutes=30)
+"""How long a process waits for the others to come, and then for what they compute: they may be stopped, as by Ctrl-Z.
+Whoever has started them notices at once if one dies.
+"""
 
 
 class ProcessGroup:
@@ -35,9 +37,10 @@ class ProcessGroup:
             self._backend = distributed.ProcessGroupNCCL(*common, options)
         else:
             options = distributed.ProcessGroupGloo._Options()
-            options._timeout = _TIMEOUT
+            options._timeout = _CONNECT
             options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
             self._backend = distributed.ProcessGroupGloo(*common, options)
+            self._backend._set_default_timeout(_TIMEOUT)
 
     def all_reduce(self, part: Tensor) -> None:
         """Sums the parts of all processes, in place."""
