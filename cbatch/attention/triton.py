@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cbatch.attention.base import AttendOptions
 from cbatch.kernels.triton.attention_decode import DecodeGrid, DecodeTuning, attend_decode
-from cbatch.kernels.triton.attention_metadata import AttentionMetadata, StepBuffers, build_metadata
+from cbatch.kernels.triton.attention_metadata import NONE, AttentionMetadata, StepBuffers, build_metadata
 from cbatch.kernels.triton.attention_prefill import PrefillTuning, attend_prefill
 from cbatch.kernels.triton.attention_tile import Partials, attend_arguments, combine, store_kv
 from cbatch.kernels.triton.occupancy import DeviceLimits, device_limits
@@ -66,8 +66,13 @@ class TritonAttention:
         return (layer.heads, block_size, layer.key_dim), (layer.heads, block_size, layer.value_dim)
 
     def prepare(self, batch: RaggedBatch, block_size: int) -> AttentionMetadata:
-        tables, split = batch.block_tables, self.decode.split
-        return build_metadata(batch.slot_mapping, tables, batch.starts, batch.stops, split, whole=self.batch_invariant)
+        return self._metadata(batch)
+
+    def _metadata(self, batch: RaggedBatch, without: slice = NONE) -> AttentionMetadata:
+        return build_metadata(
+            batch.slot_mapping, batch.block_tables, batch.starts, batch.stops, self.decode.split,
+            whole=self.batch_invariant, without=without,
+        )  # fmt: skip
 
     def graph_buffers(
         self,
@@ -87,12 +92,12 @@ class TritonAttention:
     def store_kv(
         self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, metadata: AttentionMetadata
     ) -> None:
-        store_kv(as_bytes(keys), as_bytes(values), _rows(new_keys), _rows(new_values), metadata.slots)
+        store_kv(as_bytes(keys), as_bytes(values), in_rows(new_keys), in_rows(new_values), metadata.slots)
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata, **options: Unpack[AttendOptions]
     ) -> Tensor:
-        query, keys, values = _rows(query), as_bytes(keys), as_bytes(values)
+        query, keys, values = in_rows(query), as_bytes(keys), as_bytes(values)
         arguments = attend_arguments(query, **options)
         # No decode kernel writes the zeros of padding then.
         make = query.new_zeros if self.batch_invariant else query.new_empty
@@ -104,7 +109,7 @@ class TritonAttention:
         return out
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def in_rows(tensor: Tensor) -> Tensor:
     """The tensor [T, heads, dim] with contiguous heads, and strides of rows and heads that are multiples of 16 or not
     whatever T is: kernels are compiled for each of both. Models of transformers give [heads, T, dim], transposed.
     """

@@ -46,6 +46,17 @@ class ModelChecks:
         for device, backend in backends.items():
             yield from AttentionChecks(backend, self.block_size, self.model.dtype, device).run(self._expected.calls)
 
+    def long_chunks(self) -> Iterator[KernelCheck]:
+        """Attention of chunks that are long enough for FlashInfer."""
+        yield from self._of_attention().long_chunks(self._expected.calls)
+
+    def prefill_seconds(self) -> float:
+        """See `AttentionChecks`."""
+        return self._of_attention().prefill_seconds(self._expected.calls)
+
+    def _of_attention(self) -> AttentionChecks:
+        return AttentionChecks(self.attention, self.block_size, self.model.dtype, self.model.device)
+
     def layers(self, *, products: bool = False) -> Iterator[KernelCheck]:
         """The kernels between attention, if the model has any, and whole steps.
 
@@ -66,8 +77,7 @@ class ModelChecks:
     def captured_steps(self) -> Iterator[KernelCheck]:
         """No checks if steps of the model cannot be captured as CUDA graphs."""
         if self.model.capturable is not None and self.attention.capturable is not None:
-            attention = AttentionChecks(self.attention, self.block_size, self.model.dtype, self.model.device)
-            yield attention.check_captured(self._expected.calls)
+            yield self._of_attention().check_captured(self._expected.calls)
             yield self._expected.check_captured(self.model, self.attention, self.sampler)
 
 
