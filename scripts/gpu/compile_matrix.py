@@ -118,7 +118,7 @@ def describe(case: Case, name: str, compiled: Any) -> Kernel:
     from cbatch.kernels.triton.attention_tile import load_kv
     from cbatch.kernels.triton.occupancy import CHIPS as LIMITS
     from cbatch.kernels.triton.occupancy import resident_programs
-    from scripts.gpu.compiled_code import copies_in_flight, read_sizes, resources_of
+    from scripts.gpu.compiled_code import copies_in_flight, read_sizes, resources_of, waits_first
 
     limits, shared, warps = LIMITS[case.capability], compiled.metadata.shared, compiled.metadata.num_warps
     registers, spilled = resources_of(compiled)
@@ -132,6 +132,8 @@ def describe(case: Case, name: str, compiled: Any) -> Kernel:
         faults.append("does not say that it wants FP fusion")
     if spilled > SPILLS.get((name, case.capability, case.head_size), 0):
         faults.append(f"spills {spilled} bytes of registers")
+    if compiled.metadata.launch_pdl and not waits_first(compiled.asm["ptx"]):
+        faults.append("is launched early and does not begin with a wait for the kernel before")
     sizes = read_sizes(compiled.asm["ptx"], load_kv)
     if sizes - {16}:
         faults.append(f"reads keys or values {sorted(sizes)} bytes at once")

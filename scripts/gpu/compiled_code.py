@@ -82,6 +82,13 @@ def read_sizes(ptx: str, function: Any) -> set[int]:
     return {size for path, line, size in _reads(ptx) if Path(path).name == file and line in lines}
 
 
+def waits_first(ptx: str) -> bool:
+    """Whether a kernel waits for the one before, and reads and writes no global memory until then."""
+    wait = ptx.find("griddepcontrol.wait")
+    access = re.search(r"\b(?:ld|st|atom|red)\.global|\bcp\.async\.(?!commit|wait)", ptx)
+    return wait >= 0 and (access is None or wait < access.start())
+
+
 def copies_in_flight(ptx: str) -> int:
     """Most groups of asynchronous copies that a kernel leaves in flight when it waits for others; 0 without any."""
     return max((int(number) for number in re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0)

@@ -11,6 +11,9 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
+from cbatch.kernels.triton.attention_tile import early_launch
+from scripts.gpu.compiled_code import waits_first
+
 pytestmark = pytest.mark.kernels
 
 # In a process that does not interpret kernels. Without PTX, weights are converted one by one.
@@ -34,6 +37,14 @@ def sentences_of(kind: str) -> list[str]:
     assert done.returncode == 0, done.stderr
     found: list[str] = json.loads(done.stdout)
     return found
+
+
+def test_an_early_launch_that_does_not_wait_is_seen() -> None:
+    """Guards kernels that are launched before the last one is done: what they read may not be written yet."""
+    wait, load = "griddepcontrol.wait;\n", "ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [ %rd1 + 0 ];\n"
+    assert waits_first(wait + load) and not waits_first(load + wait) and not waits_first(load)
+    assert not waits_first("cp.async.cg.shared.global [ %r1 ], [ %rd1 ], 0x10;\n" + wait)
+    assert early_launch(90) and early_launch(120) and not early_launch(89)
 
 
 def test_a_slow_conversion_exceeds_its_budget() -> None:

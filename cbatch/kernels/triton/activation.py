@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.kernels.triton.attention_tile import launch_options, power_of_2
+from cbatch.kernels.triton.attention_tile import launch_options, power_of_2, wait_for_last_launch
 
 _NAMES = ("identity", "silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "xielu")
 _GATES = ("identity", "sigmoid", "softplus")
@@ -45,6 +45,7 @@ def _activate_kernel(
     C: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """One program per row and block of columns."""
+    wait_for_last_launch()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < INNER
@@ -63,7 +64,7 @@ def _activate_kernel(
     tl.store(out + row * INNER + column, x.to(out.dtype.element_ty), mask=inside)
 
 
-def activate(up: Tensor, activation: Any, out: Tensor) -> None:
+def activate(up: Tensor, activation: Any, out: Tensor, *, capability: int) -> None:
     """See `model/ops/linear.py`."""
     rows, inner = out.shape
     block = min(power_of_2(inner), 1024)
@@ -71,7 +72,7 @@ def activate(up: Tensor, activation: Any, out: Tensor) -> None:
     _activate_kernel[(rows, -(-inner // block))](
         up, out, inner, block, activation.gated, _NAMES.index(activation.name), activation.limit,
         activation.up_limit or activation.limit, activation.slope, activation.up_offset, *numbers,
-        **launch_options(block // 8),
+        **launch_options(block // 8, capability),
     )  # fmt: skip
 
 
@@ -81,6 +82,7 @@ def _gate_kernel(
     FUNCTION: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """One program per row and block of columns."""
+    wait_for_last_launch()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < COLUMNS
@@ -96,13 +98,13 @@ def _gate_kernel(
     tl.store(to, x.to(target.dtype.element_ty), mask=inside)
 
 
-def gate(gate: Tensor, width: int, function: str, factor: float, target: Tensor) -> None:
+def gate(gate: Tensor, width: int, function: str, factor: float, target: Tensor, *, capability: int) -> None:
     """See `model/ops/gate.py`."""
     rows, columns = target.shape
     block = min(power_of_2(columns), 1024)
     _gate_kernel[(rows, -(-columns // block))](
         gate, target, gate.stride(0), columns, width, block, _GATES.index(function), factor,
-        **launch_options(block // 8),
+        **launch_options(block // 8, capability),
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from cbatch.kernels.triton.attention_tile import (
     Heads,
     Partials,
     cache_layout,
+    early_launch,
     first_seen,
     kv_rows,
     load_kv,
@@ -32,6 +33,7 @@ from cbatch.kernels.triton.attention_tile import (
     online_softmax_update,
     power_of_2,
     scaled_scores,
+    wait_for_last_launch,
 )
 from cbatch.kernels.triton.occupancy import KIB, DeviceLimits, resident_programs
 
@@ -137,7 +139,7 @@ def _constants(heads: Heads, has_window: bool, tuning: DecodeTuning, limits: Dev
         **layer, "ROWS": narrow_rows(layer["GROUP"]), "MERGED": min(power_of_2(layer["GROUP"]), 4), "CHUNK": CHUNK,
         "TOKENS": tuning.tile_tokens(layer["KEY_TILE"], heads.dtype),
         "num_warps": tuning.warps, "num_stages": tuning.stages,
-        **max_registers(heads, has_window, limits), **LAUNCH,
+        **max_registers(heads, has_window, limits), **early_launch(limits.capability), **LAUNCH,
     }  # fmt: skip
 
 
@@ -150,6 +152,7 @@ def _decode_kernel(
     VALUE_TILE: tl.constexpr, ROWS: tl.constexpr, MERGED: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program p of P takes pairs p, p + P, ... of an item and a KV head. The heads of an item are neighbours."""
+    wait_for_last_launch()
     work = tl.load(totals + levels - 1) * KV_HEADS
     for turn in range(tl.program_id(0), work, tl.num_programs(0)):
         item = items + turn // KV_HEADS * 2

@@ -13,9 +13,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import cuda_capability_geq
 
 from cbatch.kernels.triton.attention_metadata import AttentionMetadata
-from cbatch.kernels.triton.conversion import from_fp8, to_fp8
+from cbatch.kernels.triton.conversion import COMPILED, from_fp8, to_fp8
 from cbatch.kernels.triton.occupancy import DeviceLimits
 
 LOG2_E = 1.4426950408889634
@@ -82,9 +83,28 @@ def narrow_rows(group: int) -> int:
 
 
 @cache
-def launch_options(threads: int) -> dict[str, Any]:
-    """Of a launch with warps for so many threads, each of which reads 16 bytes, or a few times that."""
-    return {"num_warps": min(max(threads // 32, 1), 16), **LAUNCH}
+def launch_options(threads: int, capability: int = 0) -> dict[str, Any]:
+    """Of a launch with warps for so many threads, each of which reads 16 bytes, or a few times that.
+
+    capability: of the chip, 90 for 9.0, if the kernel begins with `wait_for_last_launch`
+    """
+    return {"num_warps": min(max(threads // 32, 1), 16), **early_launch(capability), **LAUNCH}
+
+
+def early_launch(capability: int) -> dict[str, Any]:
+    """The option for a kernel that begins with `wait_for_last_launch`: it is launched while the last one still ends."""
+    return {"launch_pdl": True} if capability >= 90 else {}
+
+
+@triton.jit
+def wait_for_last_launch():
+    """Waits until the kernel before is done and its results can be seen, and lets the next one be launched.
+
+    No program of a kernel that is launched early may read or write anything before, or end without it.
+    """
+    if COMPILED and cuda_capability_geq(9, 0):
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 def power_of_2(number: int) -> int:

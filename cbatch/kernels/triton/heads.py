@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cbatch.kernels.operands import NormWeights, Positions
-from cbatch.kernels.triton.attention_tile import launch_options, power_of_2
+from cbatch.kernels.triton.attention_tile import launch_options, power_of_2, wait_for_last_launch
 from cbatch.kernels.triton.conversion import to_fp8
 from cbatch.kernels.triton.norm import norm_constants, norm_tensors, normed
 from cbatch.runtime.kv_cache import as_bytes
@@ -122,6 +122,7 @@ def _prepare_heads_kernel(
 
     A head is two halves that are rotated together, and the rest. STEP is from one head's norm weights to the next's.
     """
+    wait_for_last_launch()
     HAS_REST: tl.constexpr = DIM > 2 * HALF
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     member, column = tl.arange(0, GROUP_TILE)[:, None], tl.arange(0, HALF_TILE)[None, :]
@@ -178,7 +179,7 @@ def _store_value(source, to, weight, bias, DIM, TILE, CLIP, KIND, EPS, HAS_WEIGH
 
 def prepare_heads(
     qkv: Tensor, one: Any, norms: tuple[NormWeights, ...], positions: Positions, query: Tensor, keys: Tensor | None,
-    values: Tensor | None,
+    values: Tensor | None, *, capability: int,
 ) -> None:  # fmt: skip
     """See `model/ops/attention.py`. keys, values: [num_blocks, kv_heads, block_size, dim]"""
     kv_heads, key_dim, value_dim = one.shape.heads, one.shape.key_dim, one.shape.value_dim
@@ -197,7 +198,7 @@ def prepare_heads(
         positions.query_scales is not None, one.stores, one.norms.last, one.clip,
         *(_step(norm, dim) for norm, dim in zip(norms, (key_dim, key_dim, value_dim), strict=True)),
         **norm_constants(norms[0], "QUERY_"), **norm_constants(norms[1], "KEY_"), **norm_constants(norms[2], "VALUE_"),
-        **launch_options(tile * half_tile // 8),
+        **launch_options(tile * half_tile // 8, capability),
     )  # fmt: skip
 
 

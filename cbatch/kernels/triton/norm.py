@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cbatch.kernels.operands import Addend, Embedding, NormWeights
-from cbatch.kernels.triton.attention_tile import launch_options, power_of_2
+from cbatch.kernels.triton.attention_tile import launch_options, power_of_2, wait_for_last_launch
 
 _KINDS = {"none": 0, "rms": 1, "layer": 2}
 _NO_NORM = NormWeights("none")
@@ -59,6 +59,7 @@ def _norm_kernel(
 
     An embedding is the first addend, and learned positions are the second.
     """
+    wait_for_last_launch()
     row = tl.program_id(0).to(tl.int64)
     source = row
     if EMBEDS or SELECTS:
@@ -94,30 +95,37 @@ def _norm_kernel(
 
 
 def embed_and_norm(
-    embedding: Embedding, ids: Tensor, positions: Tensor, residual: Tensor, norm: NormWeights | None, out: Tensor | None
-) -> None:
+    embedding: Embedding, ids: Tensor, positions: Tensor, residual: Tensor, norm: NormWeights | None,
+    out: Tensor | None, *, capability: int,
+) -> None:  # fmt: skip
     """See `model/ops/residual.py`."""
     addends = [Addend(embedding.table, embedding.scale)]
     if embedding.positions is not None:
         addends.append(Addend(embedding.positions))
-    _launch(residual, tuple(addends), ids, norm, out, positions=positions, offset=embedding.offset, embeds=True)
+    _launch(
+        residual, tuple(addends), ids, norm, out, capability, positions=positions, offset=embedding.offset, embeds=True
+    )
 
 
-def add_and_norm(residual: Tensor, addends: tuple[Addend, ...], norm: NormWeights | None, out: Tensor | None) -> None:
+def add_and_norm(
+    residual: Tensor, addends: tuple[Addend, ...], norm: NormWeights | None, out: Tensor | None, *, capability: int
+) -> None:
     """See `model/ops/residual.py`."""
-    _launch(residual, addends, residual, norm, out)
+    _launch(residual, addends, residual, norm, out, capability)
 
 
 def select_and_norm(
-    residual: Tensor, addends: tuple[Addend, ...], rows: Tensor, norm: NormWeights, factor: float, out: Tensor
-) -> None:
+    residual: Tensor, addends: tuple[Addend, ...], rows: Tensor, norm: NormWeights, factor: float, out: Tensor, *,
+    capability: int,
+) -> None:  # fmt: skip
     """See `model/ops/residual.py`."""
-    _launch(residual, addends, rows, norm, out, factor=factor, selects=True)
+    _launch(residual, addends, rows, norm, out, capability, factor=factor, selects=True)
 
 
 def _launch(
-    residual: Tensor, addends: tuple[Addend, ...], rows: Tensor, norm: NormWeights | None, out: Tensor | None, *,
-    positions: Tensor | None = None, factor: float = 1.0, offset: int = 0, embeds: bool = False, selects: bool = False,
+    residual: Tensor, addends: tuple[Addend, ...], rows: Tensor, norm: NormWeights | None, out: Tensor | None,
+    capability: int, *, positions: Tensor | None = None, factor: float = 1.0, offset: int = 0, embeds: bool = False,
+    selects: bool = False,
 ) -> None:  # fmt: skip
     norm = norm or _NO_NORM
     first, second = (*addends, *[Addend(residual)] * 2)[:2]
@@ -127,7 +135,7 @@ def _launch(
         residual, first.value, second.value, rows, rows if positions is None else positions,
         *norm_tensors(first_norm, residual), *norm_tensors(norm, residual), residual if out is None else out,
         first.factor, second.factor, factor, offset, hidden, block, len(addends), embeds, selects, out is not None,
-        **norm_constants(first_norm, "FIRST_"), **norm_constants(norm), **launch_options(block // 16),
+        **norm_constants(first_norm, "FIRST_"), **norm_constants(norm), **launch_options(block // 16, capability),
     )  # fmt: skip
 
 
@@ -138,6 +146,7 @@ def _normalize_kernel(
     GATE_FIRST: tl.constexpr, KIND: tl.constexpr, EPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """One program per row and group. With a gate, each group has weights of its own."""
+    wait_for_last_launch()
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
@@ -159,22 +168,27 @@ def _normalize_kernel(
     tl.store(to, x.to(out.dtype.element_ty), mask=inside)
 
 
-def normalize(source: Tensor, norm: NormWeights, groups: int, factor: float, out: Tensor, *, add: bool = False) -> None:
+def normalize(
+    source: Tensor, norm: NormWeights, groups: int, factor: float, out: Tensor, *, add: bool = False, capability: int
+) -> None:
     """See `model/ops/residual.py`."""
-    _normalize(source, source, norm, groups, factor, out, add, False, False)
+    _normalize(source, source, norm, groups, factor, out, capability, add, False, False)
 
 
-def gated_norm(source: Tensor, gate: Tensor, norm: NormWeights, groups: int, out: Tensor, *, gate_first: bool) -> None:
+def gated_norm(
+    source: Tensor, gate: Tensor, norm: NormWeights, groups: int, out: Tensor, *, gate_first: bool, capability: int
+) -> None:
     """See `model/ops/normalize.py`."""
-    _normalize(source, gate, norm, groups, 1.0, out, False, True, gate_first)
+    _normalize(source, gate, norm, groups, 1.0, out, capability, False, True, gate_first)
 
 
 def _normalize(
-    source: Tensor, gate: Tensor, norm: NormWeights, groups: int, factor: float, out: Tensor, *switches: bool
-) -> None:
+    source: Tensor, gate: Tensor, norm: NormWeights, groups: int, factor: float, out: Tensor, capability: int,
+    *switches: bool,
+) -> None:  # fmt: skip
     size = source.shape[1] // groups
     block = power_of_2(size)
     _normalize_kernel[(len(source), groups)](
         source, gate, *norm_tensors(norm, source), out, source.stride(0), gate.stride(0), out.stride(0), factor, size,
-        block, *switches, **norm_constants(norm), **launch_options(block // 16),
+        block, *switches, **norm_constants(norm), **launch_options(block // 16, capability),
     )  # fmt: skip
