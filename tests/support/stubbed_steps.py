@@ -222,11 +222,11 @@ def attention_compiled_late(dim: int, sizes: Sequence[int]) -> list[str]:
         return stub.changes(begin)
 
 
-class CountedOperations(TorchDispatchMode):
+class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operations of torch that launch something: neither views nor new tensors."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.launches: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -239,7 +239,7 @@ def launches_of_a_layer(config: Mapping[str, Any], starts: Sequence[int], stops:
     """What a step launches more often if the model has one layer more: kernels and operations of torch."""
     found = []
     for layers in (1, 2):
-        steps = StubbedSteps(config | {"num_hidden_layers": layers}, num_blocks=2000)
+        steps = StubbedSteps({**config, "num_hidden_layers": layers}, num_blocks=2000)
         with stub_driver() as stub, torch.inference_mode(), CountedOperations() as counted:
             steps.model.forward(steps.batch(starts, stops), steps.kv_cache, steps.attention)
         found.append(stub.launches + counted.launches)
