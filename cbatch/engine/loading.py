@@ -96,19 +96,30 @@ def choose_devices(config: EngineConfig, plan: LoadPlan) -> list[torch.device]:
     With `auto`, these are as few GPUs as hold the weights, or one if all do not.
     """
     wanted, first = config.tensor_parallel, plan.device
-    gpus = usable_gpus(config.device, first) if wanted != 1 and is_cuda(first) else []
-    if wanted == 1 or (wanted == "auto" and (len(gpus) < 2 or not plan.fast or plan.device_map is not None)):
-        return [first]
     if wanted == "auto":
-        room, size = min(device_memory(gpu).free() for gpu in gpus) * _WEIGHT_SHARE, weight_bytes(plan)
-        fitting = (number for number in range(1, len(gpus) + 1) if len(gpus) % number == 0 and size <= room * number)
+        if not is_cuda(first) or not plan.fast or plan.device_map is not None:
+            return [first]
+        size = weight_bytes(plan)
+        if size <= _room(first):  # no context is made on other GPUs
+            return [first]
+        gpus = usable_gpus(config.device, first)
+        room = min(map(_room, gpus))
+        fitting = (number for number in range(2, len(gpus) + 1) if len(gpus) % number == 0 and size <= room * number)
         return gpus[: next(fitting, 1)]
+    if wanted == 1:
+        return [first]
     if not plan.fast:
         raise ConfigError("--tensor-parallel splits models of the fast path: use --attention auto or triton.")
     if not is_accelerator(first):
         return [first] * wanted
+    gpus = usable_gpus(config.device, first)
     if len(gpus) < wanted:
         raise ConfigError(
             f"--tensor-parallel {wanted} needs so many GPUs, and --device {config.device} means {len(gpus) or first}."
         )
     return gpus[:wanted]
+
+
+def _room(gpu: torch.device) -> float:
+    """Bytes that weights may take of a GPU."""
+    return device_memory(gpu).free() * _WEIGHT_SHARE

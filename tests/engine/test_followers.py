@@ -131,14 +131,24 @@ def test_what_cannot_be_split_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 def test_as_few_gpus_as_hold_the_model(
     gpus: int, size: int, wanted: Any, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards `auto`: one GPU if it holds the weights, as few as hold them else, and one if not even all do."""
+    """Guards `auto`: one GPU if it holds the weights, as few as hold them else, and one if not even all do.
+
+    A context takes memory of each GPU that is tried: if the first one suffices, no other is.
+    """
     devices = [torch.device("cuda", number) for number in range(gpus)]
     memory = type("Memory", (), {"free": lambda self: 100})()
-    monkeypatch.setattr(loading, "usable_gpus", lambda name, device: devices)
+    tried: list[torch.device] = []
+
+    def usable_gpus(name: str, device: torch.device) -> list[torch.device]:
+        tried.extend(devices[1:])
+        return devices
+
+    monkeypatch.setattr(loading, "usable_gpus", usable_gpus)
     monkeypatch.setattr(loading, "device_memory", lambda device: memory)
     monkeypatch.setattr(loading, "weight_bytes", lambda plan: size)
     found = choose_devices(EngineConfig(tensor_parallel=wanted), LoadPlan(device=devices[0]))
     assert found == devices[:expected]
+    assert not tried or size > 80 or wanted != "auto"
 
 
 def test_more_gpus_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
