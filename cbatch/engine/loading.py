@@ -111,6 +111,8 @@ def choose_devices(config: EngineConfig, plan: LoadPlan) -> list[torch.device]:
     if not plan.fast:
         raise ConfigError("--tensor-parallel splits models of the fast path: use --attention auto or triton.")
     if not is_accelerator(first):
+        if config.attention == "cpu":
+            raise ConfigError("--tensor-parallel on a CPU computes by torch: use --attention auto.")
         return [first] * wanted
     gpus = usable_gpus(config.device, first)
     if len(gpus) < wanted:

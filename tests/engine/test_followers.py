@@ -120,6 +120,8 @@ def test_what_cannot_be_split_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         EngineConfig(tensor_parallel=0)
     with pytest.raises(ConfigError, match="fast path"):
         SteppingEngine(EngineConfig(**COMMON, tensor_parallel=2, attention="reference"))
+    with pytest.raises(ConfigError, match="use --attention auto"):
+        SteppingEngine(EngineConfig(**COMMON, tensor_parallel=2, attention="cpu"))
     assert not children()
 
 
