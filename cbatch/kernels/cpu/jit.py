@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
 from pathlib import Path
-from threading import Timer
+from threading import Lock, Timer
 from typing import Any, NamedTuple, TypeVar, cast
 
 from llvmlite import ir
@@ -317,9 +317,13 @@ def _kernels() -> bytes:
     return hashlib.blake2b(b"".join(path.read_bytes() for path in files)).digest()
 
 
-@cache
+_is_told = Lock()
+"""Taken for ever by the thread that says that kernels are compiled; several may compile at once."""
+
+
 def _warn_of_compilation() -> None:
-    _log.warning("Compiling kernels for this processor. This takes some seconds, the first time a feature is used.")
+    if _is_told.acquire(blocking=False):
+        _log.warning("Compiling kernels for this processor. This takes some seconds, the first time a feature is used.")
 
 
 @cache
