@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 pytest.importorskip("mcp", reason="servers of tools need the package mcp, which is not installed")
@@ -215,8 +216,9 @@ def test_servers_on_the_screen(runs: ForkServer, tmp_path: Path) -> None:
         chat.say("How much is 2 and 3?", '⚙ add({"a": 2, "b": 3})', "Run it? y: yes")
         chat.send("a", "→ 5", gone="Run it?")
         chat.say("/tools", "server calc", "add runs Adds.", "what_fails asks Fails.")
-        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
-        time.sleep(0.5)
+        server = int((tmp_path / "pid").read_text())
+        os.kill(server, signal.SIGKILL)
+        wait_until(lambda: not psutil.pid_exists(server))  # the chat has asked how it ended
         chat.say("/tools", "server calc has ended: killed by signal 9")
         chat.say("Again?", "Again?", "→ 5", gone="has ended")
         chat.send("\x03")
