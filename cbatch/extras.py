@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 
 EXTRAS = {
     "accelerate": ("device-map", "--device-map auto needs"),
+    "fsspec": ("remote", "Files that lie elsewhere need"),
     "jsonschema": ("validate", "Checks by a JSON schema need"),
     "llguidance": ("structured", "Structured output needs"),
     "matplotlib": ("plot", "Pictures need"),

@@ -8,7 +8,9 @@ import re
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any, Literal, cast, get_args
+from urllib.parse import unquote, urlsplit
 
 from cbatch.base.errors import ConfigError
 from cbatch.extras import missing_package
@@ -49,9 +51,19 @@ def unit_of(form: InputForm) -> str:
 
 
 def _endings(name: str) -> tuple[str, Compression | None]:
-    stem, dot, ending = name.lower().rpartition(".")
+    stem, dot, ending = file_name(name).lower().rpartition(".")
     found = _COMPRESSIONS.get(ending) if dot else None
     return (stem.rpartition(".")[2] if found else ending), found
+
+
+def is_remote(name: str) -> bool:
+    """Whether the name of an input or output is an address, such as `s3://bucket/prompts.jsonl`."""
+    return re.match(r"[a-z][a-z0-9+.-]+://", name) is not None
+
+
+def file_name(name: str) -> str:
+    """The last part of a path or an address, without what a signed address adds to it."""
+    return unquote(urlsplit(name).path).rpartition("/")[2] if is_remote(name) else Path(name).name
 
 
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"

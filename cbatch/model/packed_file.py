@@ -40,6 +40,7 @@ from numpy.typing import NDArray
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.units import format_bytes, parse_memory
+from cbatch.base.user_folders import user_folder
 from cbatch.runtime.cpu import num_threads
 from cbatch.runtime.memory import count_as_taken
 
@@ -93,19 +94,18 @@ class WeightCache:
 
     @classmethod
     def of_config(cls, config: EngineConfig) -> WeightCache | None:
-        """The one that an engine uses, if any. That of the user is `cbatch/weights` in XDG_CACHE_HOME or `~/.cache`."""
+        """The one that an engine uses, if any. That of the user is `weights` in its folder for caches."""
         if not config.weight_cache or sys.platform != "linux":
             return None
         limit = config.weight_cache_size or DEFAULT_LIMIT
         if config.weights_folder is not None:
             return cls(Path(config.weights_folder), limit)
-        folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
         try:
-            folder = folder if folder.is_absolute() else Path.home() / ".cache"
+            folder = user_folder("CACHE")
         except RuntimeError:
             _log.warning("Packed weights are not kept, since there is no home directory.")
             return None
-        return cls(folder / "cbatch" / "weights", limit, LEAST_BYTES)
+        return cls(folder / "weights", limit, LEAST_BYTES)
 
     def files(self) -> list[CachedFile]:
         """All complete files, the one that was used longest ago first; none if the folder cannot be read."""

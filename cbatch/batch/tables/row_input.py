@@ -6,18 +6,21 @@ Rows of tables become lines of JSON, so that they are keyed, sent to replicas an
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import IO, Any
 
 from cbatch.base.errors import ConfigError, RequestError, invalid_row
 from cbatch.base.strict_json import parse_json_object, parse_json_value
 from cbatch.batch.forms import (
+    GZIP,
     HEAD_BYTES,
     READ_ERRORS,
     TABLES,
     WHOLE,
+    ZSTD,
     InputForm,
     Shard,
     decompressed,
@@ -125,6 +128,7 @@ _MISTAKES = {
 }
 """First bytes of files that are no text, and what to do."""
 
+_PAGE = re.compile(rb"\s*<(!doctype\s+)?html\b", re.IGNORECASE)
 _ARRAY = re.compile(rb"\s*\[\s*(?:\{|\n)")
 
 
@@ -184,18 +188,17 @@ class RowInput:
         """About how many rows there are, for a display of progress; None if only reading them all would tell."""
         if self._num_rows is not None:
             return self._shard.size(self._num_rows)
-        path = Path(self.name)
-        if self._start != 0 or self._form == "json" or not path.is_file():
+        if self._start != 0 or self._form == "json" or not stat.S_ISREG(os.fstat(self.stream.fileno()).st_mode):
             return None
         has_quotes = self._form in TABLES
-        lines = quotes = 0
-        with path.open("rb") as file:
-            if decompressed(file) is not file:
+        lines = quotes = place = 0
+        while data := os.pread(self.stream.fileno(), 2**20, place):  # does not move what the rows are read from
+            if place == 0 and data.startswith((GZIP, ZSTD)):
                 return None
-            while data := file.read(2**20):
-                parts = data.split(b'"') if has_quotes else [data]
-                lines += sum(part.count(b"\n") for part in parts[quotes % 2 :: 2])  # those that are not quoted
-                quotes += len(parts) - 1
+            place += len(data)
+            parts = data.split(b'"') if has_quotes else [data]
+            lines += sum(part.count(b"\n") for part in parts[quotes % 2 :: 2])  # those that are not quoted
+            quotes += len(parts) - 1
         return self._shard.size(max(lines - has_quotes, 0))
 
     def _text_lines(self) -> Iterator[Line]:
@@ -228,6 +231,8 @@ class RowInput:
         for start, problem in _MISTAKES.items() if self._form != "text" else ():
             if head.startswith(start):
                 raise ValueError(problem)
+        if _PAGE.match(text):
+            raise ValueError("it is a web page: use the address of the file itself")
         if self._form == "jsonl" and _ARRAY.match(text):
             raise ValueError("it is a JSON array: --format json reads one")
         if self._form in TABLES:

@@ -17,6 +17,7 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.option import option
 from cbatch.base.params import with_overrides
 from cbatch.base.units import format_count
+from cbatch.base.user_folders import user_folder
 from cbatch.cli.common.configured_command import ConfiguredCommand, preset_option
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.exits import UserError
@@ -124,11 +125,11 @@ def _run_in_terminal(options: ChatOptions, trace: StepTracer | None) -> Literal[
     from cbatch.cli.chat.background_run import BackgroundRun, BatchEngines
     from cbatch.cli.chat.lines import LineTerminal
     from cbatch.cli.chat.screen import print_conversations
-    from cbatch.cli.chat.session.store import InputHistory, SessionStore, default_folder
+    from cbatch.cli.chat.session.store import InputHistory, SessionStore
     from cbatch.cli.chat.terminal import WELCOME, Terminal
 
     engines = BatchEngines(options.engine, options.replicas)
-    store = SessionStore(default_folder())
+    store = SessionStore(user_folder("STATE"))
     controller = _make_controller(options, engines.config, None if options.no_history else store, trace)
     _open_session(options, controller, store)
     background = BackgroundRun(engines)
@@ -157,7 +158,7 @@ def _run_in_terminal(options: ChatOptions, trace: StepTracer | None) -> Literal[
 def _run_in_pipe(options: ChatOptions, trace: StepTracer | None) -> Literal[0, 1]:
     from cbatch.batch.lines import BOM, MAX_LINE_BYTES, Line, read_lines
     from cbatch.cli.chat.lines import Pipe
-    from cbatch.cli.chat.session.store import SessionStore, default_folder
+    from cbatch.cli.chat.session.store import SessionStore
 
     if options.replicas.are_given:
         raise UserError("--replicas and --ray are for /run, which needs a terminal; cbatch run takes them, too.")
@@ -172,7 +173,7 @@ def _run_in_pipe(options: ChatOptions, trace: StepTracer | None) -> Literal[0, 1
         if not (question or document.removeprefix(BOM).strip(b"\r\n")):
             raise UserError("There is no question: stdin is empty, and none was given.")
         messages = iter([Line.of(0, document)])
-    store = SessionStore(default_folder())
+    store = SessionStore(user_folder("STATE"))
     keeps = not options.no_history and (options.continued or options.load is not None)
     controller = _make_controller(options, options.engine, store if keeps else None, trace)
     _open_session(options, controller, store)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
@@ -128,15 +129,20 @@ def _load(options: RunOptions, stats: RunStats, trace: StepTracer | None = None)
 
 def open_input(options: RunOptions) -> RowInput:
     """Opens the input, and looks at its beginning if it is a table or a file. Raises ConfigError."""
-    from cbatch.batch.forms import WHOLE, Shard
+    from cbatch.batch.forms import WHOLE, Shard, is_remote
+    from cbatch.batch.remote import fetch
     from cbatch.batch.tables.row_input import RowInput
 
     template = options.row_template()
     shard = Shard.parse(options.shard) if options.shard is not None else WHOLE
     name = options.input
-    if name != "-":
+    if is_remote(name):
+        if not options.quiet:
+            notice(f"fetching {name}")
+        stream: IO[bytes] = fetch(name)
+    elif name != "-":
         with os_errors_as(ConfigError, f"Cannot read {name}"):
-            stream: IO[bytes] = Path(name).open("rb")  # noqa: SIM115
+            stream = Path(name).open("rb")  # noqa: SIM115
     elif sys.stdin is None:
         raise ConfigError("There is no input: stdin is closed.")
     else:
@@ -153,8 +159,14 @@ def open_output(options: RunOptions, source: RowInput) -> Iterator[RowWriter]:
 
     Anything but a regular file (a pipe, a device) is treated like stdout.
     """
+    from cbatch.batch.forms import is_remote
+    from cbatch.batch.remote import RemoteOutput
     from cbatch.batch.writer import StreamWriter
 
+    remote = RemoteOutput(options.output) if is_remote(options.output) else None
+    if remote is not None:
+        remote.prepare(resume=options.resume, overwrite=options.overwrite)
+        options = replace(options, output=str(remote.path))
     try:
         opened = _open_writer(options, source)
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of symlinks
@@ -163,6 +175,8 @@ def open_output(options: RunOptions, source: RowInput) -> Iterator[RowWriter]:
         if not (options.resume or options.overwrite):
             output.check_empty()
         yield output
+    if remote is not None:
+        remote.upload()
 
 
 def _open_writer(options: RunOptions, source: RowInput) -> RowWriter:

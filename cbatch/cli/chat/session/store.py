@@ -146,12 +146,6 @@ def has_own_name(path: Path | None) -> bool:
     return path is not None and not _AUTOMATIC.fullmatch(path.stem)
 
 
-def default_folder() -> Path:
-    """$XDG_STATE_HOME/cbatch, by default ~/.local/state/cbatch."""
-    base = os.environ.get("XDG_STATE_HOME")
-    return Path(base if base and Path(base).is_absolute() else Path.home() / ".local" / "state") / "cbatch"
-
-
 class SessionStore:
     """A folder (0700) with sessions and a history (0600 each), which is made when something is first written.
 
