@@ -98,11 +98,11 @@ class TritonAttention:
         self, query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata, **options: Unpack[AttendOptions]
     ) -> Tensor:
         query, keys, values = in_rows(query), as_bytes(keys), as_bytes(values)
-        arguments = attend_arguments(query, **options)
+        arguments = attend_arguments(**options)
         # No decode kernel writes the zeros of padding then.
         make = query.new_zeros if self.batch_invariant else query.new_empty
         out = make((*query.shape[:2], values.shape[-1]))
-        parts = Partials.empty(metadata, out, arguments["window"] or None)
+        parts = Partials.empty(metadata, out, arguments["window"])
         attend_decode(query, keys, values, out, parts, metadata, arguments, self._grid, self.decode)
         attend_prefill(query, keys, values, out, parts, metadata, arguments, self.prefill, self.limits)
         combine(out, parts, metadata, arguments, query.shape[1] // keys.shape[1], self.limits)

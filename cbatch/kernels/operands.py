@@ -9,6 +9,13 @@ from torch import Tensor
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 
 
+class NormForm(NamedTuple):
+    """What a kernel is compiled for; see `NormWeights`."""
+
+    kind: str
+    eps: float
+
+
 class NormWeights(NamedTuple):
     """A norm of rows of a number of columns, in float32.
 
@@ -20,6 +27,10 @@ class NormWeights(NamedTuple):
     eps: float = 0.0
     weight: Tensor | None = None
     bias: Tensor | None = None
+
+    @property
+    def form(self) -> NormForm:
+        return NormForm(self.kind, self.eps)
 
 
 class Embedding(NamedTuple):

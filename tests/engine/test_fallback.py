@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from cbatch.attention.registry import select_attention
 from cbatch.base.config import EngineConfig
@@ -253,9 +252,9 @@ def test_a_model_of_transformers(checked: None, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(fallback, "select_attention", lambda *_: TritonAttention(DEVICE))
     right, forms, without = triton_attention.attend_arguments, set(), dict[str, Any]()
 
-    def noting(query: Tensor, **options: Any) -> Any:
+    def noting(**options: Any) -> Any:
         forms.add((options["window"], options["softcap"]))
-        return right(query, **options | without)
+        return right(**options | without)
 
     monkeypatch.setattr(triton_attention, "attend_arguments", noting)
     assert make_engine(gemma, device=str(DEVICE)).attention == "triton" and forms == {(None, 20.0), (12, 20.0)}

@@ -10,39 +10,35 @@ from torch import Tensor
 
 from cbatch.kernels.triton.attention_tile import launch_options, power_of_2, wait_for_last_launch
 
-_NAMES = ("identity", "silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "xielu")
-_GATES = ("identity", "sigmoid", "softplus")
-
 
 @triton.jit
-def _activated(x, KIND, SLOPE, A, B, C, D):
-    """See `_NAMES`. A to D: the numbers of xielu"""
-    if KIND == 1:
+def _activated(x, NAME, SLOPE, PARAMS):
+    """See `Activation`."""
+    if NAME == "silu":
         if SLOPE != 1.0:
             x *= tl.sigmoid(SLOPE * x)
         else:
             x *= tl.sigmoid(x)
-    elif KIND == 2:
+    elif NAME == "gelu":
         x *= 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif KIND == 3:
+    elif NAME == "gelu_tanh":
         x *= tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    elif KIND == 4:
+    elif NAME == "relu":
         x = tl.where(x < 0, 0.0, x)
-    elif KIND == 5:
+    elif NAME == "relu2":
         x = tl.where(x < 0, 0.0, x) * x
-    elif KIND == 6:
+    elif NAME == "sigmoid":
         x = tl.sigmoid(x)
-    elif KIND == 7:
-        below = (B + C) * (tl.exp(tl.minimum(x, D)) - 1.0 - x) + C * x
-        x = tl.where(x > 0, A * x * x + C * x, below)
+    elif NAME == "xielu":
+        below = (PARAMS[1] + PARAMS[2]) * (tl.exp(tl.minimum(x, PARAMS[3])) - 1.0 - x) + PARAMS[2] * x
+        x = tl.where(x > 0, PARAMS[0] * x * x + PARAMS[2] * x, below)
     return x
 
 
 @triton.jit
 def _activate_kernel(
-    up, out, INNER: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr,
-    UP_LIMIT: tl.constexpr, SLOPE: tl.constexpr, UP_OFFSET: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
-    C: tl.constexpr, D: tl.constexpr,
+    up, out, INNER: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, NAME: tl.constexpr, LIMIT: tl.constexpr,
+    UP_LIMIT: tl.constexpr, SLOPE: tl.constexpr, UP_OFFSET: tl.constexpr, PARAMS: tl.constexpr,
 ):  # fmt: skip
     """One program per row and block of columns."""
     wait_for_last_launch()
@@ -57,10 +53,10 @@ def _activate_kernel(
             other = tl.minimum(tl.maximum(other, -UP_LIMIT), UP_LIMIT)
         if UP_OFFSET != 0.0:
             other += UP_OFFSET
-        x = _activated(gate, KIND, SLOPE, A, B, C, D) * other
+        x = _activated(gate, NAME, SLOPE, PARAMS) * other
     else:
         x = tl.load(up + row * INNER + column, mask=inside, other=0.0).to(tl.float32)
-        x = _activated(x, KIND, SLOPE, A, B, C, D)
+        x = _activated(x, NAME, SLOPE, PARAMS)
     tl.store(out + row * INNER + column, x.to(out.dtype.element_ty), mask=inside)
 
 
@@ -68,10 +64,9 @@ def activate(up: Tensor, activation: Any, out: Tensor, *, capability: int) -> No
     """See `model/ops/linear.py`."""
     rows, inner = out.shape
     block = min(power_of_2(inner), 1024)
-    numbers = (*activation.params, 0.0, 0.0, 0.0, 0.0)[:4]
     _activate_kernel[(rows, -(-inner // block))](
-        up, out, inner, block, activation.gated, _NAMES.index(activation.name), activation.limit,
-        activation.up_limit or activation.limit, activation.slope, activation.up_offset, *numbers,
+        up, out, inner, block, activation.gated, activation.name, activation.limit,
+        activation.up_limit or activation.limit, activation.slope, activation.up_offset, activation.params,
         **launch_options(block // 8, capability),
     )  # fmt: skip
 
@@ -87,9 +82,9 @@ def _gate_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < COLUMNS
     x = tl.load(gate + row * gate_row + column // WIDTH, mask=inside, other=0.0).to(tl.float32)
-    if FUNCTION == 1:
+    if FUNCTION == "sigmoid":
         x = tl.sigmoid(x)
-    elif FUNCTION == 2:
+    elif FUNCTION == "softplus":
         x = tl.log(1.0 + tl.exp(-tl.abs(x))) + tl.maximum(x, 0.0)
     if FACTOR != 1.0:
         x *= FACTOR
@@ -103,21 +98,19 @@ def gate(gate: Tensor, width: int, function: str, factor: float, target: Tensor,
     rows, columns = target.shape
     block = min(power_of_2(columns), 1024)
     _gate_kernel[(rows, -(-columns // block))](
-        gate, target, gate.stride(0), columns, width, block, _GATES.index(function), factor,
+        gate, target, gate.stride(0), columns, width, block, function, factor,
         **launch_options(block // 8, capability),
     )  # fmt: skip
 
 
 @triton.jit
-def _finish_logits_kernel(
-    logits, bias, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
+def _finish_logits_kernel(logits, bias, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr):
     """One program per row and block of tokens."""
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < VOCABULARY
     to = logits + tl.program_id(0).to(tl.int64) * VOCABULARY + token
     x = tl.load(to, mask=inside, other=0.0)
-    if HAS_BIAS:
+    if bias is not None:
         x += tl.load(bias + token, mask=inside, other=0.0)
     if SOFTCAP != 0.0:
         x = SOFTCAP * (2.0 * tl.sigmoid(2.0 / SOFTCAP * x) - 1.0)
@@ -129,6 +122,5 @@ def finish_logits(logits: Tensor, bias: Tensor | None, softcap: float) -> None:
     rows, vocabulary = logits.shape
     block = 4096
     _finish_logits_kernel[(rows, -(-vocabulary // block))](
-        logits, logits if bias is None else bias, vocabulary, block, bias is not None, softcap,
-        **launch_options(block // 4),
-    )  # fmt: skip
+        logits, bias, vocabulary, block, softcap, **launch_options(block // 4)
+    )

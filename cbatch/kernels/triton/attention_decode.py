@@ -117,13 +117,13 @@ def attend_decode(
     grid          the number of programs. It does not depend on the rows of a step, except that there are never more
                   than the metadata can use
     """
-    decode, has_window = metadata.decode, options["HAS_WINDOW"]
+    decode, heads = metadata.decode, Heads.of(query, keys, values)
     if decode is None:
         return
-    levels = decode.levels(options["window"] if has_window else None)
-    heads = Heads.of(query, keys, values)
+    levels, has_window = decode.levels(options["window"]), options["window"] is not None
     constants = _constants(heads, has_window, tuning, grid.limits)
-    variant = heads, has_window, options["IS_CHUNKED"], options["HAS_SOFTCAP"], options["HAS_SINKS"], tuning
+    absent = tuple(option is None for option in options.values())
+    variant = heads, options["IS_CHUNKED"], absent, tuning
     programs = min(grid.programs(variant), len(decode.items) * heads.block[0])
     kernel = _decode_kernel[(programs,)](
         query, keys, values, out, *parts, metadata.sequences, decode.items, decode.totals, metadata.block_ids,
@@ -146,8 +146,7 @@ def _constants(heads: Heads, has_window: bool, tuning: DecodeTuning, limits: Dev
 @triton.jit(do_not_specialize=["levels", "window"])
 def _decode_kernel(
     query, keys, values, out, partials, sums, sequences, items, totals, block_ids, arrivals, levels, query_row,
-    query_head, scale, window, softcap, sinks, HAS_WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    query_head, scale, window, softcap, sinks, IS_CHUNKED: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr, ROWS: tl.constexpr, MERGED: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -161,7 +160,7 @@ def _decode_kernel(
         split, size = tl.load(item + 1), tl.load(sequence + 4)
         length, count = tl.load(sequence + 1), tl.load(sequence + 2)
         # The first token of the chunk sees the tokens from here on.
-        seen = first_seen(length - count, window, IS_CHUNKED) if HAS_WINDOW else 0
+        seen = first_seen(length - count, window, IS_CHUNKED)
         begin, end = tl.maximum(split * size, seen), tl.minimum(split * size + size, length)
         # The prefill kernel takes wider chunks, and the list may have splits before the window.
         rows = tl.where((begin < end) | (length == 0), count * GROUP, 0)
@@ -178,8 +177,8 @@ def _decode_kernel(
         q = tl.load(of_query + key_column[None, :], mask=there_is, other=0.0)
         acc, total = tl.zeros([ROWS, VALUE_TILE], tl.float32), tl.zeros([ROWS], tl.float32)
         largest = tl.full([ROWS], float("-inf"), tl.float32)
-        if HAS_SINKS:  # they take part in the first split that a token sees
-            first = first_seen(limit - 1, window, IS_CHUNKED) // size if HAS_WINDOW else tl.zeros([ROWS], tl.int32)
+        if sinks is not None:  # they take part in the first split that a token sees
+            first = first_seen(limit - 1, window, IS_CHUNKED) // size
             sink = tl.load(sinks + row, mask=(r < rows) & (split == first), other=float("-inf")).to(tl.float32)
             largest = sink * 1.4426950408889634
             total = tl.where(largest == float("-inf"), 0.0, 1.0)
@@ -189,9 +188,9 @@ def _decode_kernel(
             there = tokens < end
             cells = kv_rows(blocks, tokens, there, head, KV_HEADS, BLOCK_SIZE)
             k = load_kv(keys, cells, there, KEY_DIM, KEY_TILE, True, q.dtype)
-            scores = scaled_scores(q, k, scale, softcap, HAS_SOFTCAP)
+            scores = scaled_scores(q, k, scale, softcap)
             visible = tokens[None, :] < tl.minimum(limit, end)[:, None]
-            if HAS_WINDOW:
+            if window is not None:
                 visible = visible & (tokens[None, :] >= first_seen(limit - 1, window, IS_CHUNKED)[:, None])
             scores = tl.where(visible, scores, float("-inf"))
             v = load_kv(values, cells, there, VALUE_DIM, VALUE_TILE, True, q.dtype)

@@ -95,7 +95,8 @@ def attend_prefill(
     prefill = metadata.prefill
     if prefill is None:
         return
-    constants = _constants(Heads.of(query, keys, values), options["HAS_WINDOW"], prefill.whole, tuning, limits)
+    heads, has_window = Heads.of(query, keys, values), options["window"] is not None
+    constants = _constants(heads, has_window, prefill.whole, tuning, limits)
     tiles = prefill.max_tiles(constants["ROWS"] // constants["GROUP"])
     _prefill_kernel[(tiles * constants["KV_HEADS"],)](
         query, keys, values, out, *parts, prefill.pieces, prefill.count, metadata.sequences, metadata.block_ids,
@@ -120,8 +121,7 @@ def _constants(
 @triton.jit(do_not_specialize=["window"])
 def _prefill_kernel(
     query, keys, values, out, partials, sums, pieces, count, sequences, block_ids, query_row, query_head, scale, window,
-    softcap, sinks, HAS_WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    softcap, sinks, IS_CHUNKED: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr,
     NARROW: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, MASKS_ALL: tl.constexpr,
 ):  # fmt: skip
@@ -144,7 +144,7 @@ def _prefill_kernel(
     start, end = length - num_tokens, tl.minimum(begin + ROWS // GROUP, num_tokens)
     low = split * size
     high = tl.minimum(low + size, length)
-    seen = first_seen(start, window, IS_CHUNKED) if HAS_WINDOW else 0
+    seen = first_seen(start, window, IS_CHUNKED)
     if (split < seen // size) | (low >= start + end):
         return  # no token of the tile sees this split
     r, column = tl.arange(0, ROWS), tl.arange(0, KEY_TILE)
@@ -155,31 +155,30 @@ def _prefill_kernel(
     position = start + tl.minimum(token, end - 1)
     acc, total = tl.zeros([ROWS, VALUE_TILE], tl.float32), tl.zeros([ROWS], tl.float32)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
-    if HAS_SINKS:
-        # They take part in the first split that a token sees.
-        first = first_seen(position, window, IS_CHUNKED) // size if HAS_WINDOW else tl.zeros([ROWS], tl.int32)
+    if sinks is not None:  # they take part in the first split that a token sees
+        first = first_seen(position, window, IS_CHUNKED) // size
         largest = tl.load(sinks + q_head).to(tl.float32) * 1.4426950408889634
         largest, total = tl.where(split == first, largest, float("-inf")), tl.where(split == first, 1.0, 0.0)
     # Tiles at the start of the window, tiles that all queries see in full, and tiles at the end; all within the split.
     stop, whole = start + end, (start + begin + 1) // TOKENS * TOKENS
-    visited = first_seen(start + begin, window, IS_CHUNKED) // TOKENS * TOKENS if HAS_WINDOW else 0
-    shared = tl.cdiv(first_seen(stop - 1, window, IS_CHUNKED), TOKENS) * TOKENS if HAS_WINDOW else 0
+    visited = first_seen(start + begin, window, IS_CHUNKED) // TOKENS * TOKENS
+    shared = tl.cdiv(first_seen(stop - 1, window, IS_CHUNKED), TOKENS) * TOKENS
     stop, whole = tl.minimum(stop, high), tl.maximum(tl.minimum(whole, high), low)
     visited, shared = tl.maximum(visited, low), tl.maximum(tl.minimum(shared, whole), low)
     if MASKS_ALL:
         whole = visited
     edges = (visited, shared, whole, stop)
     blocks = block_ids + tl.load(sequence + 3)
-    for phase in tl.static_range(2 if MASKS_ALL else (0 if HAS_WINDOW else 1), 3):
+    for phase in tl.static_range(2 if MASKS_ALL else (1 if window is None else 0), 3):
         for key in range(edges[phase], edges[phase + 1], TOKENS):
             tokens = key + tl.arange(0, TOKENS)
             there = tokens < stop
             rows = kv_rows(blocks, tokens, there, head, KV_HEADS, BLOCK_SIZE)
             k = load_kv(keys, rows, there, KEY_DIM, KEY_TILE, phase != 1, q.dtype)
-            scores = scaled_scores(q, k, scale, softcap, HAS_SOFTCAP)
+            scores = scaled_scores(q, k, scale, softcap)
             if phase != 1:
                 sees = tokens[None, :] <= position[:, None]
-                if HAS_WINDOW:
+                if window is not None:
                     sees = sees & (tokens[None, :] >= first_seen(position, window, IS_CHUNKED)[:, None])
                 scores = tl.where(sees, scores, float("-inf"))
             v = load_kv(values, rows, there, VALUE_DIM, VALUE_TILE, phase != 1, q.dtype)

@@ -25,23 +25,15 @@ LAUNCH: dict[str, Any] = {"enable_fp_fusion": True}
 
 
 def attend_arguments(
-    query: Tensor, scale: float, window: int | None = None, chunk: int | None = None, softcap: float | None = None,
+    scale: float, window: int | None = None, chunk: int | None = None, softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The options of `AttentionBackend.attend` as arguments of a kernel. Those that are None are compiled out of it.
 
     A chunk is a window of as many tokens at most; `first_seen` tells them apart.
     """
-    return {
-        "scale": scale * LOG2_E,
-        "window": window or chunk or 0,
-        "softcap": softcap or 1.0,
-        "sinks": query if sinks is None else sinks,
-        "HAS_WINDOW": window is not None or chunk is not None,
-        "IS_CHUNKED": chunk is not None,
-        "HAS_SOFTCAP": softcap is not None,
-        "HAS_SINKS": sinks is not None,
-    }
+    window, is_chunked = window if chunk is None else chunk, chunk is not None
+    return {"scale": scale * LOG2_E, "window": window, "softcap": softcap, "sinks": sinks, "IS_CHUNKED": is_chunked}
 
 
 class Heads(NamedTuple):
@@ -133,10 +125,14 @@ def find_tile(before, STEP, MORE, count, tile, TILE):
 
 @triton.jit
 def first_seen(position, window, IS_CHUNKED):
-    """The first token that the one at a position sees, in a window or in its chunk."""
-    if IS_CHUNKED:
-        return position // window * window
-    return tl.maximum(position + 1 - window, 0)
+    """The first token that the one at a position sees, in a window or in its chunk, if there is any."""
+    if window is None:
+        first = position * 0
+    elif IS_CHUNKED:
+        first = position // window * window
+    else:
+        first = tl.maximum(position + 1 - window, 0)
+    return first
 
 
 @triton.jit
@@ -165,10 +161,10 @@ def load_kv(cache, rows, there, DIM, TILE, MASKED, dtype):
 
 
 @triton.jit
-def scaled_scores(q, k, scale, softcap, HAS_SOFTCAP):
+def scaled_scores(q, k, scale, softcap):
     """[queries, tokens] scores in base 2."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    if HAS_SOFTCAP:
+    if softcap is not None:
         # tanh(x) = 1 - 2 / (exp(2x) + 1) is right at both ends, and exp(2x) is exp2 of twice the score in base 2.
         bend = softcap * 1.4426950408889634
         scores = bend * (1.0 - 2.0 / (tl.exp2(2.0 * scores / softcap) + 1.0))
@@ -295,16 +291,15 @@ def combine(
     programs = min(len(metadata.merges) * heads, limits.multiprocessors * _MERGING_PROGRAMS)
     _combine_kernel[(programs,)](
         out, *parts, metadata.sequences, metadata.merges, metadata.num_merges, options["window"],
-        HAS_WINDOW=options["HAS_WINDOW"], IS_CHUNKED=options["IS_CHUNKED"],
-        NARROW=narrow_rows(group) // group, HEADS=heads, VALUE_DIM=value_dim,
+        IS_CHUNKED=options["IS_CHUNKED"], NARROW=narrow_rows(group) // group, HEADS=heads, VALUE_DIM=value_dim,
         VALUE_TILE=max(16, power_of_2(value_dim)), CHUNK=CHUNK, **LAUNCH,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["window"])
 def _combine_kernel(
-    out, partials, sums, sequences, merges, count, window, HAS_WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr,
-    NARROW: tl.constexpr, HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_TILE: tl.constexpr, CHUNK: tl.constexpr,
+    out, partials, sums, sequences, merges, count, window, IS_CHUNKED: tl.constexpr, NARROW: tl.constexpr,
+    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_TILE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Merges the splits that a token sees, for a head. Program p of P takes pairs p, p + P, ...
 
@@ -314,10 +309,10 @@ def _combine_kernel(
         merge, head = merges + turn // HEADS * 2, turn % HEADS
         sequence, token = sequences + tl.load(merge) * 6, tl.load(merge + 1)
         length, tokens, size = tl.load(sequence + 1), tl.load(sequence + 2), tl.load(sequence + 4)
-        begin = first_seen(length - tokens, window, IS_CHUNKED) if HAS_WINDOW else 0
+        begin = first_seen(length - tokens, window, IS_CHUNKED)
         if (tokens > NARROW) & (begin // size < (length - 1) // size):
             limit = length - tokens + 1 + token
-            first = first_seen(limit - 1, window, IS_CHUNKED) // size if HAS_WINDOW else 0
+            first = first_seen(limit - 1, window, IS_CHUNKED) // size
             last = (limit - 1) // size
             base = tl.zeros([1], tl.int64) + ((tl.load(sequence + 5) + token).to(tl.int64) * HEADS + head)
             real = tl.full([1], True, tl.int1)
