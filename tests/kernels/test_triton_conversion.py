@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from cbatch.kernels.formats import LEVELS, MXFP4
-from cbatch.kernels.triton.conversion import from_e2m1, from_int4, from_int8, ones_like
+from cbatch.kernels.triton.conversion import from_four_bits, from_int8, ones_like
 from tests.support.ptx import emulated_ptx, needs_interpreter
 
 pytestmark = [pytest.mark.kernels, needs_interpreter]
@@ -28,10 +28,8 @@ def _convert_kernel(codes: Any, low: Any, high: Any, KIND: tl.constexpr) -> None
     if KIND == "int8":
         first = from_int8(code.to(tl.int8, bitcast=True), dtype)
         second = ones_like(first)
-    elif KIND == "e2m1":
-        first, second = from_e2m1(code, dtype)
     else:
-        first, second = from_int4(code, dtype)
+        first, second = from_four_bits(code, dtype, KIND == "e2m1")
     tl.store(low + place, first)
     tl.store(high + place, second)
 

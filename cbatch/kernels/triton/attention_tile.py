@@ -105,6 +105,14 @@ def power_of_2(number: int) -> int:
 
 
 @triton.jit
+def further(place, step):
+    """An address so much further on; None for None."""
+    if place is not None:
+        place += step
+    return place
+
+
+@triton.jit
 def find_tile(before, STEP, MORE, count, tile, TILE):
     """The part of a list that a tile of TILE rows belongs to, and the tile's number in it, which may be too large.
 

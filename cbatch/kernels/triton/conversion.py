@@ -160,26 +160,18 @@ _INT8_TO_FLOAT16 = _int8(
 
 
 @triton.jit
-def from_int4(code, dtype):
-    """The integers less 8 in the low and in the high bits of bytes, exact in any type."""
+def from_four_bits(code, dtype, IS_E2M1):
+    """Numbers in the low and in the high bits of bytes, exact in any type: twice those of e2m1, or integers less 8."""
     if COMPILED and dtype == tl.bfloat16:
-        low, high = tl.inline_asm_elementwise(_INT4_TO_BFLOAT16, _EIGHT, [code], (tl.bfloat16, tl.bfloat16), True, 4)
+        to_bfloat16: tl.constexpr = _E2M1_TO_BFLOAT16 if IS_E2M1 else _INT4_TO_BFLOAT16
+        low, high = tl.inline_asm_elementwise(to_bfloat16, _EIGHT, [code], (tl.bfloat16, tl.bfloat16), True, 4)
     elif COMPILED:
-        low, high = tl.inline_asm_elementwise(_INT4_TO_FLOAT16, _EIGHT, [code], (tl.float16, tl.float16), True, 4)
+        to_float16: tl.constexpr = _E2M1_TO_FLOAT16 if IS_E2M1 else _INT4_TO_FLOAT16
+        low, high = tl.inline_asm_elementwise(to_float16, _EIGHT, [code], (tl.float16, tl.float16), True, 4)
+    elif IS_E2M1:
+        low, high = _one_e2m1(code), _one_e2m1(code >> 4)
     else:
         low, high = (code & 15).to(tl.float32) - 8.0, (code >> 4).to(tl.float32) - 8.0
-    return low.to(dtype), high.to(dtype)
-
-
-@triton.jit
-def from_e2m1(code, dtype):
-    """Twice the numbers of e2m1 in the low and in the high bits of bytes, exact in any type."""
-    if COMPILED and dtype == tl.bfloat16:
-        low, high = tl.inline_asm_elementwise(_E2M1_TO_BFLOAT16, _EIGHT, [code], (tl.bfloat16, tl.bfloat16), True, 4)
-    elif COMPILED:
-        low, high = tl.inline_asm_elementwise(_E2M1_TO_FLOAT16, _EIGHT, [code], (tl.float16, tl.float16), True, 4)
-    else:
-        low, high = _one_e2m1(code), _one_e2m1(code >> 4)
     return low.to(dtype), high.to(dtype)
 
 
@@ -190,15 +182,19 @@ def _one_e2m1(code):
 
 
 @triton.jit
+def _by_ptx(code, dtype, TO_BFLOAT16, TO_FLOAT16, IS_PURE):
+    """The numbers of bytes by instructions for either type of 16 bits; other types get them from float16."""
+    if dtype == tl.bfloat16:
+        number = tl.inline_asm_elementwise(TO_BFLOAT16, _FOUR, [code], tl.bfloat16, IS_PURE, 4)
+    else:
+        number = tl.inline_asm_elementwise(TO_FLOAT16, _FOUR, [code], tl.float16, IS_PURE, 4).to(dtype)
+    return number
+
+
+@triton.jit
 def from_int8(code, dtype):
     """Signed integers, exact in any type."""
-    if COMPILED and dtype == tl.bfloat16:
-        number = tl.inline_asm_elementwise(_INT8_TO_BFLOAT16, _FOUR, [code], tl.bfloat16, True, 4)
-    elif COMPILED:
-        number = tl.inline_asm_elementwise(_INT8_TO_FLOAT16, _FOUR, [code], tl.float16, True, 4)
-    else:
-        number = code
-    return number.to(dtype)
+    return _by_ptx(code, dtype, _INT8_TO_BFLOAT16, _INT8_TO_FLOAT16, True) if COMPILED else code.to(dtype)
 
 
 @triton.jit
@@ -229,17 +225,10 @@ def from_fp8(code, dtype, IS_PURE=True):
 
     IS_PURE: False if Triton may move nothing past the conversion
     """
-    if COMPILED and dtype == tl.bfloat16:
-        if cuda_capability_geq(8, 9):
-            number = tl.inline_asm_elementwise(_E4M3_TO_BFLOAT16_BY_HARDWARE, _FOUR, [code], tl.bfloat16, IS_PURE, 4)
-        else:
-            number = tl.inline_asm_elementwise(_E4M3_TO_BFLOAT16, _FOUR, [code], tl.bfloat16, IS_PURE, 4)
+    if COMPILED and cuda_capability_geq(8, 9):
+        number = _by_ptx(code, dtype, _E4M3_TO_BFLOAT16_BY_HARDWARE, _E4M3_TO_FLOAT16_BY_HARDWARE, IS_PURE)
     elif COMPILED:
-        if cuda_capability_geq(8, 9):
-            number = tl.inline_asm_elementwise(_E4M3_TO_FLOAT16_BY_HARDWARE, _FOUR, [code], tl.float16, IS_PURE, 4)
-        else:
-            number = tl.inline_asm_elementwise(_E4M3_TO_FLOAT16, _FOUR, [code], tl.float16, IS_PURE, 4)
-        number = number.to(dtype)
+        number = _by_ptx(code, dtype, _E4M3_TO_BFLOAT16, _E4M3_TO_FLOAT16, IS_PURE)
     else:
         magnitude = (code & 0x7F).to(tl.int16)
         bits = (magnitude << 7) | ((code & 0x80).to(tl.int16) << 8)

@@ -6,7 +6,7 @@ its chunk or in the state.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -20,20 +20,29 @@ _ROWS, _CHANNELS = 16, 128
 """Of a tile of a step with chunks; a step that only decodes has twice as many channels and one row."""
 
 
+class _Form(NamedTuple):
+    """What the kernels are compiled for: the FORM below. Of rows, how far each is from the next."""
+
+    channels: int
+    kernel: int
+    is_silu: bool
+    source_row: int
+    input_row: int
+    output_row: int
+    out_row: int
+
+
 @triton.jit
-def _load_input(source, gate, state, row, channel, kept, SOURCE_ROW, GATE_ROW, HAS_GATE):
+def _load_input(source, gate, state, row, channel, kept, FORM):
     """The inputs of the convolution from rows of the step, in the type of the state."""
-    x = tl.load(source + row * SOURCE_ROW + channel, mask=kept, other=0.0).to(tl.float32)
-    if HAS_GATE:
-        x *= tl.load(gate + row * GATE_ROW + channel, mask=kept, other=0.0).to(tl.float32)
+    x = tl.load(source + row * FORM.source_row + channel, mask=kept, other=0.0).to(tl.float32)
+    if gate is not None:
+        x *= tl.load(gate + row * FORM.input_row + channel, mask=kept, other=0.0).to(tl.float32)
     return x.to(state.dtype.element_ty)
 
 
 @triton.jit
-def _convolve_rows(
-    source, input_gate, output_gate, weight, bias, state, out, row, start, slot, channel, kept, SOURCE_ROW, INPUT_ROW,
-    OUTPUT_ROW, OUT_ROW, CHANNELS, KERNEL, HAS_INPUT_GATE, HAS_OUTPUT_GATE, HAS_BIAS, SILU,
-):  # fmt: skip
+def _convolve_rows(source, input_gate, output_gate, weight, bias, state, out, row, start, slot, channel, kept, FORM):
     """Writes rows of `out`.
 
     row, start, slot: [rows, 1] int64; start: first row of the row's chunk
@@ -41,48 +50,40 @@ def _convolve_rows(
     kept:             [rows, channels]
     """
     total = tl.zeros(kept.shape, tl.float32)
-    if HAS_BIAS:
-        total += tl.load(bias + channel, mask=channel < CHANNELS, other=0.0)
-    for tap in tl.static_range(KERNEL):
-        at = row + (tap - (KERNEL - 1))
+    if bias is not None:
+        total += tl.load(bias + channel, mask=channel < FORM.channels, other=0.0)
+    for tap in tl.static_range(FORM.kernel):
+        at = row + (tap - (FORM.kernel - 1))
         is_new = at >= start
-        x = _load_input(source, input_gate, state, at, channel, kept & is_new, SOURCE_ROW, INPUT_ROW, HAS_INPUT_GATE)
-        if tap < KERNEL - 1:
-            place = (slot * CHANNELS + channel) * (KERNEL - 1) + (at - start + (KERNEL - 1))
+        x = _load_input(source, input_gate, state, at, channel, kept & is_new, FORM)
+        if tap < FORM.kernel - 1:
+            place = (slot * FORM.channels + channel) * (FORM.kernel - 1) + (at - start + (FORM.kernel - 1))
             old = tl.load(state + place, mask=kept & (at < start), other=0.0)
             x = tl.where(is_new, x, old)
-        factor = tl.load(weight + channel * KERNEL + tap, mask=channel < CHANNELS, other=0.0)
+        factor = tl.load(weight + channel * FORM.kernel + tap, mask=channel < FORM.channels, other=0.0)
         total += x.to(tl.float32) * factor
-    if SILU:
+    if FORM.is_silu:
         total *= tl.sigmoid(total)
-    if HAS_OUTPUT_GATE:
-        total *= tl.load(output_gate + row * OUTPUT_ROW + channel, mask=kept, other=0.0).to(tl.float32)
-    tl.store(out + row * OUT_ROW + channel, total.to(out.dtype.element_ty), mask=kept)
+    if output_gate is not None:
+        total *= tl.load(output_gate + row * FORM.output_row + channel, mask=kept, other=0.0).to(tl.float32)
+    tl.store(out + row * FORM.out_row + channel, total.to(out.dtype.element_ty), mask=kept)
 
 
 @triton.jit
-def _window(
-    source, input_gate, state, start, count, slot, channel, SOURCE_ROW, INPUT_ROW, CHANNELS, KERNEL, TAPS,
-    HAS_INPUT_GATE,
-):  # fmt: skip
+def _window(source, input_gate, state, start, count, slot, channel, FORM, TAPS):
     """[channels, TAPS] the state after `count` tokens of a chunk."""
     tap = tl.arange(0, TAPS)[None, :]
-    kept = (channel < CHANNELS)[:, None] & (tap < KERNEL - 1)
-    at = tap + count - (KERNEL - 1)
-    new = _load_input(
-        source, input_gate, state, start + at, channel[:, None], kept & (at >= 0), SOURCE_ROW, INPUT_ROW,
-        HAS_INPUT_GATE,
-    )  # fmt: skip
-    place = (slot * CHANNELS + channel[:, None]) * (KERNEL - 1) + tap + count
+    kept = (channel < FORM.channels)[:, None] & (tap < FORM.kernel - 1)
+    at = tap + count - (FORM.kernel - 1)
+    new = _load_input(source, input_gate, state, start + at, channel[:, None], kept & (at >= 0), FORM)
+    place = (slot * FORM.channels + channel[:, None]) * (FORM.kernel - 1) + tap + count
     return tl.where(at >= 0, new, tl.load(state + place, mask=kept & (at < 0), other=0.0))
 
 
 @triton.jit(do_not_specialize_on_alignment=CHUNK_TENSORS)
 def _keep_window_kernel(
     source, input_gate, output_gate, weight, bias, state, starts, slots, snapshot_counts, snapshot_slots, out,
-    SOURCE_ROW: tl.constexpr, INPUT_ROW: tl.constexpr, OUTPUT_ROW: tl.constexpr, OUT_ROW: tl.constexpr,
-    CHANNELS: tl.constexpr, KERNEL: tl.constexpr, HAS_INPUT_GATE: tl.constexpr, HAS_OUTPUT_GATE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, SILU: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, CONVOLVES: tl.constexpr,
+    FORM: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, CONVOLVES: tl.constexpr,
 ):  # fmt: skip
     """One program per chunk and block of channels: writes the state of the chunk, and its snapshot.
 
@@ -96,22 +97,15 @@ def _keep_window_kernel(
         row = start + tl.zeros([1, 1], tl.int64)
         _convolve_rows(
             source, input_gate, output_gate, weight, bias, state, out, row, row, slot, channel[None, :],
-            (channel < CHANNELS)[None, :], SOURCE_ROW, INPUT_ROW, OUTPUT_ROW, OUT_ROW, CHANNELS, KERNEL, HAS_INPUT_GATE,
-            HAS_OUTPUT_GATE, HAS_BIAS, SILU,
+            (channel < FORM.channels)[None, :], FORM,
         )  # fmt: skip
-    kept = (channel < CHANNELS)[:, None] & (tap < KERNEL - 1)
-    last = _window(
-        source, input_gate, state, start, count, slot, channel, SOURCE_ROW, INPUT_ROW, CHANNELS, KERNEL, TAPS,
-        HAS_INPUT_GATE,
-    )  # fmt: skip
+    kept = (channel < FORM.channels)[:, None] & (tap < FORM.kernel - 1)
+    last = _window(source, input_gate, state, start, count, slot, channel, FORM, TAPS)
     if cut > 0:
-        then = _window(
-            source, input_gate, state, start, cut, slot, channel, SOURCE_ROW, INPUT_ROW, CHANNELS, KERNEL, TAPS,
-            HAS_INPUT_GATE,
-        )  # fmt: skip
-        tl.store(state + (target * CHANNELS + channel[:, None]) * (KERNEL - 1) + tap, then, mask=kept)
+        then = _window(source, input_gate, state, start, cut, slot, channel, FORM, TAPS)
+        tl.store(state + (target * FORM.channels + channel[:, None]) * (FORM.kernel - 1) + tap, then, mask=kept)
     tl.debug_barrier()  # no thread writes what another one has yet to read
-    tl.store(state + (slot * CHANNELS + channel[:, None]) * (KERNEL - 1) + tap, last, mask=kept)
+    tl.store(state + (slot * FORM.channels + channel[:, None]) * (FORM.kernel - 1) + tap, last, mask=kept)
 
 
 @triton.jit
@@ -127,10 +121,8 @@ def _chunk_of(starts, row, chunks):
 
 @triton.jit(do_not_specialize=["tokens", "chunks"], do_not_specialize_on_alignment=CHUNK_TENSORS)
 def _convolve_kernel(
-    source, input_gate, output_gate, weight, bias, state, starts, slots, out, tokens, chunks, SOURCE_ROW: tl.constexpr,
-    INPUT_ROW: tl.constexpr, OUTPUT_ROW: tl.constexpr, OUT_ROW: tl.constexpr, CHANNELS: tl.constexpr,
-    KERNEL: tl.constexpr, HAS_INPUT_GATE: tl.constexpr, HAS_OUTPUT_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SILU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    source, input_gate, output_gate, weight, bias, state, starts, slots, out, tokens, chunks, FORM: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per block of rows and channels. States are only read: other programs need them, too."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -138,11 +130,10 @@ def _convolve_kernel(
     chunk = _chunk_of(starts, row, chunks)
     slot = tl.load(slots + chunk, mask=row < tokens, other=-1).to(tl.int64)
     start = tl.load(starts + chunk).to(tl.int64)
-    kept = (slot >= 0)[:, None] & (channel < CHANNELS)[None, :]
+    kept = (slot >= 0)[:, None] & (channel < FORM.channels)[None, :]
     _convolve_rows(
         source, input_gate, output_gate, weight, bias, state, out, row.to(tl.int64)[:, None], start[:, None],
-        slot[:, None], channel[None, :], kept, SOURCE_ROW, INPUT_ROW, OUTPUT_ROW, OUT_ROW, CHANNELS, KERNEL,
-        HAS_INPUT_GATE, HAS_OUTPUT_GATE, HAS_BIAS, SILU,
+        slot[:, None], channel[None, :], kept, FORM,
     )  # fmt: skip
 
 
@@ -153,20 +144,15 @@ def convolve(
     """See `model/ops/convolution.py`."""
     weight, bias = weights
     channels, kernel = weight.shape
-    into, away = source if input_gate is None else input_gate, source if output_gate is None else output_gate
-    given = source, into, away, weight, source if bias is None else bias, state
-    constants: dict[str, Any] = {
-        "SOURCE_ROW": source.stride(0), "INPUT_ROW": into.stride(0), "OUTPUT_ROW": away.stride(0),
-        "OUT_ROW": out.stride(0), "CHANNELS": channels, "KERNEL": kernel, "HAS_INPUT_GATE": input_gate is not None,
-        "HAS_OUTPUT_GATE": output_gate is not None, "HAS_BIAS": bias is not None, "SILU": activation == "silu",
-    }  # fmt: skip
+    given = source, input_gate, output_gate, weight, bias, state
+    steps = (0 if rows is None else rows.stride(0) for rows in (source, input_gate, output_gate, out))
+    form = _Form(channels, kernel, activation == "silu", *steps)
     chunks, taps, wide, is_step = len(recurrence.slots), power_of_2(kernel - 1), 2 * _CHANNELS, recurrence.longest == 1
     if not is_step:
         _convolve_kernel[(-(-len(source) // _ROWS), -(-channels // _CHANNELS))](
-            *given, recurrence.starts, recurrence.slots, out, len(source), chunks, **constants, ROWS=_ROWS,
-            BLOCK=_CHANNELS, **launch_options(_ROWS * _CHANNELS // 16),
+            *given, recurrence.starts, recurrence.slots, out, len(source), chunks, form, _ROWS, _CHANNELS,
+            **launch_options(_ROWS * _CHANNELS // 16),
         )  # fmt: skip
     _keep_window_kernel[(chunks, -(-channels // wide))](
-        *given, *chunk_tensors(recurrence), out, **constants, TAPS=taps, BLOCK=wide, CONVOLVES=is_step,
-        **launch_options(wide * taps // 8),
+        *given, *chunk_tensors(recurrence), out, form, taps, wide, is_step, **launch_options(wide * taps // 8)
     )  # fmt: skip

@@ -16,10 +16,8 @@ from torch import Tensor
 
 from cbatch.kernels.operands import ExpertWeights, Routing
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
-from cbatch.kernels.triton.attention_tile import LAUNCH, launch_options, power_of_2
+from cbatch.kernels.triton.attention_tile import LAUNCH, further, launch_options, power_of_2
 from cbatch.kernels.triton.linear import FIXED_ROWS, Tile, multiply, operands
-
-_SCORES = ("softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen", "sparse_mixer")
 
 
 @triton.jit
@@ -55,20 +53,20 @@ def _route_kernel(
     scores, choice_bias, expert_scales, weights, chosen, ranks, counts, EXPERTS: tl.constexpr, TILE: tl.constexpr,
     TOP_K: tl.constexpr, K_TILE: tl.constexpr, SCORES: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
     TWO_HIGHEST: tl.constexpr, NORMALIZES: tl.constexpr, EPSILON: tl.constexpr, LEAST_SUM: tl.constexpr,
-    FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALES: tl.constexpr, TOLERANCE: tl.constexpr,
+    FACTOR: tl.constexpr, TOLERANCE: tl.constexpr,
 ):  # fmt: skip
     """One program per token. ranks [T, top_k]: how many pairs of the same expert were counted before."""
     token = tl.program_id(0).to(tl.int64)
     expert, k = tl.arange(0, TILE), tl.arange(0, K_TILE)
     inside = expert < EXPERTS
     score = tl.load(scores + token * EXPERTS + expert, mask=inside, other=float("-inf"))
-    if SCORES == 0:
+    if SCORES == "softmax":
         score = tl.exp(score - tl.max(score, 0))
         score /= tl.sum(score, 0)
-    elif SCORES == 1:
+    elif SCORES == "sigmoid":
         score = tl.sigmoid(score)
     wanted = score
-    if HAS_BIAS:
+    if choice_bias is not None:
         wanted += tl.load(choice_bias + expert, mask=inside, other=0.0)
     wanted = tl.where(inside, wanted, float("-inf"))
     if GROUPS > TOP_GROUPS:
@@ -81,23 +79,23 @@ def _route_kernel(
         best = tl.minimum(tl.min(tl.where(wanted == tl.max(wanted, 0), expert, TILE), 0), EXPERTS - 1)
         choice = tl.where(k == number, best, choice)
         value = tl.sum(tl.where(expert == best, score, 0.0), 0)
-        if SCORES == 4:
+        if SCORES == "sparse_mixer":
             is_near = (wanted > float("-inf")) & (value - wanted <= TOLERANCE * tl.maximum(tl.abs(wanted), value))
             value = 1.0 / tl.sum(tl.where(is_near, tl.exp(wanted - value), 0.0), 0)
         weight = tl.where(k == number, value, weight)
         wanted = tl.where(expert == best, float("-inf"), wanted)
     there = k < TOP_K
-    if SCORES == 2:
+    if SCORES == "softmax_of_chosen":
         weight = tl.exp(weight - tl.max(weight, 0))
         weight /= tl.sum(weight, 0)
-    elif SCORES == 3:
+    elif SCORES == "sigmoid_of_chosen":
         weight = tl.sigmoid(weight)
     weight = tl.where(there, weight, 0.0)
     if NORMALIZES:
         weight *= FACTOR / tl.maximum(tl.sum(weight, 0) + EPSILON, LEAST_SUM)
     elif FACTOR != 1.0:
         weight *= FACTOR
-    if HAS_SCALES:
+    if expert_scales is not None:
         weight *= tl.load(expert_scales + choice)
     place = token * TOP_K + k
     tl.store(weights + place, weight, mask=there)
@@ -123,7 +121,7 @@ def _place_kernel(
 
 def route(scores: Tensor, router: Any, given: tuple[Tensor | None, Tensor | None]) -> Routing:
     """See `model/ops/experts.py`."""
-    (tokens, experts), (choice_bias, expert_scales) = scores.shape, given
+    tokens, experts = scores.shape
     top_k, device = router.top_k, scores.device
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=device)
     pairs, block = tokens * top_k, 32
@@ -133,11 +131,9 @@ def route(scores: Tensor, router: Any, given: tuple[Tensor | None, Tensor | None
     counts = torch.zeros(experts, dtype=torch.int32, device=device)
     tile = power_of_2(experts)
     _route_kernel[(tokens,)](
-        scores, scores if choice_bias is None else choice_bias,
-        scores if expert_scales is None else expert_scales, weights, chosen, ranks, counts, experts,
-        tile, top_k, power_of_2(top_k), _SCORES.index(router.scores), router.groups, router.top_groups,
-        router.group_score == "two_highest", router.normalize, router.epsilon, router.least_sum, router.factor,
-        choice_bias is not None, expert_scales is not None, router.tolerance, num_warps=1, **LAUNCH,
+        scores, *given, weights, chosen, ranks, counts, experts, tile, top_k, power_of_2(top_k), router.scores,
+        router.groups, router.top_groups, router.group_score == "two_highest", router.normalize, router.epsilon,
+        router.least_sum, router.factor, router.tolerance, num_warps=1, **LAUNCH,
     )  # fmt: skip
     _place_kernel[(-(-pairs // block),)](
         chosen, ranks, counts, places, order, pairs, experts, tile, block, **launch_options(block * tile // 16)
@@ -148,14 +144,10 @@ def route(scores: Tensor, router: Any, given: tuple[Tensor | None, Tensor | None
 @triton.jit
 def _expert_linear_kernel(
     source, matrices, scales, zeros, biases, weights, order, counts, out, matrix_size: tl.constexpr,
-    scales_size: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, GATHERS: tl.constexpr, WEIGHS: tl.constexpr, HAS_BIAS: tl.constexpr, KIND: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
+    scales_size: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr, TOP_K: tl.constexpr, GATHERS: tl.constexpr,
+    WEIGHS: tl.constexpr, FORM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile of one expert's rows, and of the columns of its matrix.
-
-    KIND, GROUP, STEP: see `multiply`
-    """
+    """One program per tile of one expert's rows, and of the columns of its matrix.  FORM, STEP: see `multiply`"""
     tile = tl.program_id(0)
     number = tl.arange(0, TILE)
     count = tl.load(counts + number, mask=number < EXPERTS, other=0)
@@ -173,19 +165,17 @@ def _expert_linear_kernel(
         pair = tl.load(order + place, mask=there, other=0)
     row = (pair // TOP_K if GATHERS else place).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    inside = column < COLUMNS
-    total = tl.zeros([ROWS, WIDTH], tl.float32)
+    inside = column < FORM.columns
     begin = expert.to(tl.int64)
-    total = multiply(
-        source + row * DEPTH, there, matrices + begin * matrix_size, scales + begin * scales_size,
-        zeros + begin * scales_size, column, inside, total, KIND, COLUMNS, DEPTH, GROUP, STEP, 1,
-    )  # fmt: skip
+    matrix = matrices + begin * matrix_size, further(scales, begin * scales_size), further(zeros, begin * scales_size)
+    left, total = source + row * FORM.depth, tl.zeros([ROWS, WIDTH], tl.float32)
+    total = multiply(left, there, matrix, column, inside, total, FORM, STEP, 1)
     if WEIGHS:
         total *= tl.load(weights + pair, mask=there, other=0.0)[:, None]
-    if HAS_BIAS:
-        bias = tl.load(biases + expert * COLUMNS + column, mask=inside, other=0.0)
+    if biases is not None:
+        bias = tl.load(biases + expert * FORM.columns + column, mask=inside, other=0.0)
         total += bias.to(tl.float32)[None, :]
-    to = out + place.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+    to = out + place.to(tl.int64)[:, None] * FORM.columns + column[None, :]
     tl.store(to, total.to(out.dtype.element_ty), mask=there[:, None] & inside[None, :])
 
 
@@ -195,20 +185,17 @@ def expert_linear(
 ) -> None:  # fmt: skip
     """See `model/ops/experts.py`. capability: of the chip, 90 for 9.0"""
     weight, number, pairs = experts.weight, len(routing.counts), len(routing.order)
-    columns, mean = out.shape[1], FIXED_ROWS if batch_invariant else pairs / number
-    tensors, kind, group = operands(weight)
+    mean, (tensors, form) = FIXED_ROWS if batch_invariant else pairs / number, operands(weight)
     if isinstance(weight, QuantizedMatrix):
         rows = 16 if 4 < mean < 16 else mean  # some experts have more than others
-        tile, sizes, depth = Tile.of_packed(rows, source.dtype, capability), weight.sizes, weight.depth
+        tile, sizes = Tile.of_packed(rows, source.dtype, capability), weight.sizes
     else:
-        tile, depth = Tile.of_experts(mean, source.dtype, capability), weight.shape[2]
-        sizes = columns * depth, 0
+        tile, sizes = Tile.of_experts(mean, source.dtype, capability), (form.columns * form.depth, 0)
     tiles = min(pairs, number) + pairs // tile.rows  # at most: each expert may have one that is not full
-    _expert_linear_kernel[(tiles, -(-columns // tile.columns))](
-        source, *tensors, source if experts.bias is None else experts.bias, routing.weights, routing.order,
-        routing.counts, out, *sizes, number, power_of_2(number), routing.weights.shape[1], columns, depth, gathers,
-        weighs, experts.bias is not None, kind, group, *tile[:3], num_warps=tile.warps, num_stages=tile.stages,
-        **LAUNCH,
+    _expert_linear_kernel[(tiles, -(-form.columns // tile.columns))](
+        source, *tensors, experts.bias, routing.weights, routing.order, routing.counts, out, *sizes, number,
+        power_of_2(number), routing.weights.shape[1], gathers, weighs, form, *tile[:3], num_warps=tile.warps,
+        num_stages=tile.stages, **LAUNCH,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cbatch.kernels.operands import NormWeights, Positions
-from cbatch.kernels.triton.attention_tile import launch_options, power_of_2, wait_for_last_launch
+from cbatch.kernels.triton.attention_tile import further, launch_options, power_of_2, wait_for_last_launch
 from cbatch.kernels.triton.conversion import to_fp8
 from cbatch.kernels.triton.norm import normed
 from cbatch.runtime.kv_cache import as_bytes
@@ -70,10 +70,7 @@ def _prepare(
     step:         [N, 1] where the norm weights of each begin
     cosine:       None if nothing is rotated
     """
-    if weight is not None:
-        weight += step
-    if bias is not None:
-        bias += step
+    weight, bias = further(weight, step), further(bias, step)
     inside = there & (column < HALF)
     left = _clipped(tl.load(row + start + column, mask=inside, other=0.0).to(tl.float32), CLIP)
     right = _clipped(tl.load(row + start + HALF + column, mask=inside, other=0.0).to(tl.float32), CLIP)

@@ -25,13 +25,12 @@ import triton.language as tl
 from torch import Tensor
 
 from cbatch.kernels import products as library
-from cbatch.kernels.formats import FP8, GROUP, INT4, INT4_ZEROS, INT8, MXFP4, NVFP4
+from cbatch.kernels.formats import FP8, GROUP, INT8, MXFP4, NVFP4
 from cbatch.kernels.quantized_matrix import LEAST_SCALE, Float8Matrix, QuantizedMatrix
 from cbatch.kernels.triton.attention_tile import LAUNCH, launch_options, power_of_2
 from cbatch.kernels.triton.conversion import (
-    from_e2m1,
+    from_four_bits,
     from_fp8,
-    from_int4,
     from_int8,
     in_order,
     ones_like,
@@ -51,7 +50,20 @@ _MOST_AT_ONCE = 8192
 """Numbers of a row that a program rounds to FP8 at once."""
 
 _LARGEST, _LEAST_SCALE = tl.constexpr(FP8_MAX), tl.constexpr(LEAST_SCALE)
-_INT8, _INT4, _INT4_ZEROS, _MXFP4, _NVFP4, _FP8 = map(tl.constexpr, (INT8, INT4, INT4_ZEROS, MXFP4, NVFP4, FP8))
+_INT8, _MXFP4, _NVFP4, _FP8 = map(tl.constexpr, (INT8, MXFP4, NVFP4, FP8))
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for of a matrix: the FORM of `multiply`.
+
+    kind:  format of a packed matrix; -1 for numbers
+    group: numbers of a column that share a scale
+    """
+
+    kind: int
+    columns: int
+    depth: int
+    group: int
 
 
 class Tile(NamedTuple):
@@ -133,56 +145,56 @@ def _pair_of(pairs, pair, column, kept, COLUMNS):
 
 
 @triton.jit
-def _scales_of(scales, part, column, kept, KIND, COLUMNS, DEPTH, GROUP):
+def _scales_of(scales, part, column, kept, FORM):
     """Of 64 numbers, for each column: of the first 16, of those from 16, from 32, and from 48 on."""
-    if KIND == _NVFP4:
-        first, second = _pair_of(scales, part * 2, column, kept, COLUMNS)
-        third, fourth = _pair_of(scales, part * 2 + 1, column, kept, COLUMNS)
-    elif KIND == _FP8:
-        first = tl.load(scales + part * 64 // GROUP * COLUMNS + column, mask=kept, other=0.0)
+    if FORM.kind == _NVFP4:
+        first, second = _pair_of(scales, part * 2, column, kept, FORM.columns)
+        third, fourth = _pair_of(scales, part * 2 + 1, column, kept, FORM.columns)
+    elif FORM.kind == _FP8:
+        first = tl.load(scales + part * 64 // FORM.group * FORM.columns + column, mask=kept, other=0.0)
         second, third, fourth = first, first, first
-        if GROUP % 64 != 0:
-            kept = kept & (part * 64 + 32 < DEPTH)
-            third = tl.load(scales + (part * 64 + 32) // GROUP * COLUMNS + column, mask=kept, other=0.0)
+        if FORM.group % 64 != 0:
+            kept = kept & (part * 64 + 32 < FORM.depth)
+            third = tl.load(scales + (part * 64 + 32) // FORM.group * FORM.columns + column, mask=kept, other=0.0)
             fourth = third
     else:
-        first, third = _pair_of(scales, part, column, kept, COLUMNS)
+        first, third = _pair_of(scales, part, column, kept, FORM.columns)
         second, fourth = first, third
     return first, second, third, fourth
 
 
 @triton.jit
-def _integers_of(numbers, part, column, kept, KIND, COLUMNS, DEPTH, dtype):
+def _integers_of(numbers, part, column, kept, FORM, dtype):
     """Two pieces [columns, 32] of 64 numbers, before their scales."""
     byte = tl.arange(0, 32)[None, :]
-    if (KIND == _INT8) | (KIND == _FP8):
-        place = (part * 2 * COLUMNS + column).to(tl.int64)[:, None]
+    if (FORM.kind == _INT8) | (FORM.kind == _FP8):
+        place = (part * 2 * FORM.columns + column).to(tl.int64)[:, None]
         low = tl.load(numbers + place * 32 + byte, mask=kept[:, None], other=0)
-        if DEPTH % 64 != 0:
-            kept = kept & (part * 64 + 32 < DEPTH)
-        high = tl.load(numbers + (place + COLUMNS) * 32 + byte, mask=kept[:, None], other=0)
-        if KIND == _INT8:
+        if FORM.depth % 64 != 0:
+            kept = kept & (part * 64 + 32 < FORM.depth)
+        high = tl.load(numbers + (place + FORM.columns) * 32 + byte, mask=kept[:, None], other=0)
+        if FORM.kind == _INT8:
             found = from_int8(low, dtype), from_int8(high, dtype)
         else:
             found = from_fp8(low, dtype), from_fp8(high, dtype)
     else:
-        place = (part * COLUMNS + column).to(tl.int64)[:, None]
+        place = (part * FORM.columns + column).to(tl.int64)[:, None]
         code = tl.load(numbers + place * 32 + byte, mask=kept[:, None], other=0)
-        found = from_e2m1(code, dtype) if (KIND == _MXFP4) | (KIND == _NVFP4) else from_int4(code, dtype)
+        found = from_four_bits(code, dtype, (FORM.kind == _MXFP4) | (FORM.kind == _NVFP4))
     return found
 
 
 @triton.jit
-def _numbers_of(numbers, scales, zeros, part, column, kept, KIND, COLUMNS, DEPTH, GROUP):
+def _numbers_of(matrix, part, column, kept, FORM):
     """Two pieces [columns, 32] float32 of 64 numbers."""
-    low, high = _integers_of(numbers, part, column, kept, KIND, COLUMNS, DEPTH, tl.float32)
-    first, second, third, fourth = _scales_of(scales, part, column, kept, KIND, COLUMNS, DEPTH, GROUP)
+    low, high = _integers_of(matrix[0], part, column, kept, FORM, tl.float32)
+    first, second, third, fourth = _scales_of(matrix[1], part, column, kept, FORM)
     first, third = first[:, None], third[:, None]
-    if KIND == _NVFP4:
+    if FORM.kind == _NVFP4:
         is_first = (tl.arange(0, 32) < 16)[None, :]
         first, third = tl.where(is_first, first, second[:, None]), tl.where(is_first, third, fourth[:, None])
-    if KIND == _INT4_ZEROS:
-        zero, other = _pair_of(zeros, part, column, kept, COLUMNS)
+    if matrix[2] is not None:
+        zero, other = _pair_of(matrix[2], part, column, kept, FORM.columns)
         low, high = low - (zero - 8.0)[:, None], high - (other - 8.0)[:, None]
     return low * first, high * third
 
@@ -200,41 +212,41 @@ def _rows_of(left, there, begin, first, SIZE, DEPTH, IS_WHOLE):
 
 
 @triton.jit
-def _multiply_packed(left, there, numbers, scales, zeros, column, inside, total, KIND, COLUMNS, DEPTH, GROUP, PARTS):
+def _multiply_packed(left, there, matrix, column, inside, total, FORM, PARTS):
     """See `multiply`. PARTS: of 64 numbers of the depth, in a round"""
-    IS_WHOLE: tl.constexpr = DEPTH % (64 * PARTS) == 0
-    for first in range(0, (DEPTH + 63) // 64, PARTS):
+    IS_WHOLE: tl.constexpr = FORM.depth % (64 * PARTS) == 0
+    for first in range(0, (FORM.depth + 63) // 64, PARTS):
         for more in tl.static_range(PARTS):
             part, kept = first + more, inside
             if not IS_WHOLE:
-                kept = inside & (part * 64 < DEPTH)
-            pieces = _numbers_of(numbers, scales, zeros, part, column, kept, KIND, COLUMNS, DEPTH, GROUP)
+                kept = inside & (part * 64 < FORM.depth)
+            pieces = _numbers_of(matrix, part, column, kept, FORM)
             for half in tl.static_range(2):
-                a = _rows_of(left, there, part * 64 + half * 32, 0, 32, DEPTH, IS_WHOLE)
+                a = _rows_of(left, there, part * 64 + half * 32, 0, 32, FORM.depth, IS_WHOLE)
                 b = in_order(pieces[half].to(a.dtype))
                 total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
     return total
 
 
 @triton.jit
-def _add_scaled(sums, number, a, scale, zero, KIND):
+def _add_scaled(sums, number, a, scale, zero):
     """sums [columns, rows] plus products of numbers [columns, K] of one group with rows a [rows, K]."""
     found = tl.dot(number, tl.trans(a), input_precision="ieee")
-    if KIND == _INT4_ZEROS:
+    if zero is not None:
         found -= (zero - 8.0)[:, None] * tl.dot(ones_like(number), tl.trans(a), input_precision="ieee")
     return sums + found * scale[:, None]
 
 
 @triton.jit
-def _multiply_few(left, there, numbers, scales, zeros, column, inside, KIND, COLUMNS, DEPTH, GROUP, PARTS, SPLITS):
+def _multiply_few(left, there, matrix, column, inside, FORM, PARTS, SPLITS):
     """[columns, rows] products with one split of the depth, of which it takes PARTS times 64 numbers in a round.
 
     A matrix unit takes 16 numbers of one side and 8 of the other, so columns have the place of rows. Integers are
     multiplied as they are, and the sum of a group by its scale.
     """
-    IS_WHOLE: tl.constexpr = DEPTH % (64 * PARTS) == 0
-    SIZE: tl.constexpr = 16 if KIND == _NVFP4 else 32
-    ROUNDS: tl.constexpr = (DEPTH + 64 * PARTS - 1) // (64 * PARTS)
+    IS_WHOLE: tl.constexpr = FORM.depth % (64 * PARTS) == 0
+    SIZE: tl.constexpr = 16 if FORM.kind == _NVFP4 else 32
+    ROUNDS: tl.constexpr = (FORM.depth + 64 * PARTS - 1) // (64 * PARTS)
     EACH: tl.constexpr = (ROUNDS + SPLITS - 1) // SPLITS * PARTS
     begin = tl.program_id(2) * EACH
     sums = tl.zeros([column.shape[0], left.shape[0]], tl.float32)
@@ -243,49 +255,42 @@ def _multiply_few(left, there, numbers, scales, zeros, column, inside, KIND, COL
         for more in tl.static_range(PARTS):
             part, kept = first + more, inside
             if not IS_WHOLE:
-                kept = inside & (part * 64 < DEPTH)
-            scale = _scales_of(scales, part, column, kept, KIND, COLUMNS, DEPTH, GROUP)
-            zero = (0.0, 0.0)
-            if KIND == _INT4_ZEROS:
-                zero = _pair_of(zeros, part, column, kept, COLUMNS)
-            number = _integers_of(numbers, part, column, kept, KIND, COLUMNS, DEPTH, left.dtype.element_ty)
+                kept = inside & (part * 64 < FORM.depth)
+            scale = _scales_of(matrix[1], part, column, kept, FORM)
+            zero = (None, None)
+            if matrix[2] is not None:
+                zero = _pair_of(matrix[2], part, column, kept, FORM.columns)
+            number = _integers_of(matrix[0], part, column, kept, FORM, left.dtype.element_ty)
             for half in tl.static_range(2):
                 for turn in tl.static_range(32 // SIZE):
-                    a = _rows_of(left, there, part * 64 + half * 32, turn * SIZE, SIZE, DEPTH, IS_WHOLE)
-                    sums = _add_scaled(sums, number[half], a, scale[half * 2 + turn], zero[half], KIND)
+                    a = _rows_of(left, there, part * 64 + half * 32, turn * SIZE, SIZE, FORM.depth, IS_WHOLE)
+                    sums = _add_scaled(sums, number[half], a, scale[half * 2 + turn], zero[half])
     return sums
 
 
 @triton.jit
-def multiply(left, there, numbers, scales, zeros, column, inside, total, KIND, COLUMNS, DEPTH, GROUP, STEP, SPLITS):
+def multiply(left, there, matrix, column, inside, total, FORM, STEP, SPLITS):
     """total [rows, columns] plus rows times columns of a matrix.
 
     left:   [rows] where each row begins; there: which rows exist
+    matrix: numbers, scales and zero points, see `operands`
     column: [columns]; inside: which of them exist
-    KIND:   format of a packed matrix; -1 for numbers
-    GROUP:  numbers of a column that share a scale
     SPLITS: of the depth, if there are few rows; program_id(2) says which to take
     """
-    if KIND >= 0 and left.shape[0] <= 16 and STEP > 1:
-        total += tl.trans(
-            _multiply_few(
-                left, there, numbers, scales, zeros, column, inside, KIND, COLUMNS, DEPTH, GROUP, STEP, SPLITS
-            )
-        )
-    elif KIND >= 0:
-        total = _multiply_packed(
-            left, there, numbers, scales, zeros, column, inside, total, KIND, COLUMNS, DEPTH, GROUP, STEP
-        )
+    if FORM.kind >= 0 and left.shape[0] <= 16 and STEP > 1:
+        total += tl.trans(_multiply_few(left, there, matrix, column, inside, FORM, STEP, SPLITS))
+    elif FORM.kind >= 0:
+        total = _multiply_packed(left, there, matrix, column, inside, total, FORM, STEP)
     else:
-        total = _multiply_numbers(left, there, numbers + column.to(tl.int64) * DEPTH, inside, total, DEPTH, STEP)
+        right = matrix[0] + column.to(tl.int64) * FORM.depth
+        total = _multiply_numbers(left, there, right, inside, total, FORM.depth, STEP)
     return total
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
-    source, numbers, scales, zeros, biases, out, partials, arrivals, rows, KIND: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, STEP: tl.constexpr,
+    source, numbers, scales, zeros, biases, out, partials, arrivals, rows, FORM: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One program per tile of rows and columns, and split of the depth. Those of the same columns follow each other.
 
@@ -293,15 +298,13 @@ def _linear_kernel(
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    there, inside = row < rows, column < COLUMNS
-    total = multiply(
-        source + row.to(tl.int64) * DEPTH, there, numbers, scales, zeros, column, inside,
-        tl.zeros([ROWS, WIDTH], tl.float32), KIND, COLUMNS, DEPTH, GROUP, STEP, SPLITS,
-    )  # fmt: skip
-    place = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+    there, inside = row < rows, column < FORM.columns
+    left, total = source + row.to(tl.int64) * FORM.depth, tl.zeros([ROWS, WIDTH], tl.float32)
+    total = multiply(left, there, (numbers, scales, zeros), column, inside, total, FORM, STEP, SPLITS)
+    place = row.to(tl.int64)[:, None] * FORM.columns + column[None, :]
     kept = there[:, None] & inside[None, :]
     if SPLITS > 1:
-        size = rows.to(tl.int64) * COLUMNS
+        size = rows.to(tl.int64) * FORM.columns
         tl.store(partials + tl.program_id(2) * size + place, total, mask=kept)
         tl.debug_barrier()  # all of the program has stored what the arrival announces
         if tl.atomic_add(arrivals + tl.program_id(1), 1) < SPLITS - 1:
@@ -310,7 +313,7 @@ def _linear_kernel(
         for split in range(SPLITS):
             total += tl.load(partials + split * size + place, mask=kept, other=0.0, cache_modifier=".cg")
         tl.store(arrivals + tl.program_id(1), 0)  # for the next launch
-    if HAS_BIAS:
+    if biases is not None:
         total += tl.load(biases + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), mask=kept)
 
@@ -337,14 +340,15 @@ def quantized_linear(
 
 
 def _launch(tile: Tile, source: Tensor, matrix: Tensor | QuantizedMatrix, bias: Tensor | None, out: Tensor) -> None:
-    (rows, depth), (tensors, kind, group) = source.shape, operands(matrix)
-    columns, splits, arrivals, partials = len(out[0]), 1, out, out
+    tensors, form = operands(matrix)
+    rows, splits, arrivals, partials = len(source), 1, None, None
     if isinstance(matrix, QuantizedMatrix) and rows <= 16:
-        splits, arrivals = tile.splits(columns, depth, _multiprocessors(source.device)), matrix.arrivals
-        partials = out if splits == 1 else out.new_empty(splits, rows, columns, dtype=torch.float32)
-    _linear_kernel[(-(-rows // tile.rows), -(-columns // tile.columns), splits)](
-        source, *tensors, source if bias is None else bias, out, partials, arrivals, rows, kind, columns, depth, group,
-        bias is not None, splits, *tile[:3], num_warps=tile.warps, num_stages=tile.stages, **LAUNCH,
+        splits = tile.splits(form.columns, form.depth, _multiprocessors(source.device))
+        if splits > 1:
+            arrivals, partials = matrix.arrivals, out.new_empty(splits, rows, form.columns, dtype=torch.float32)
+    _linear_kernel[(-(-rows // tile.rows), -(-form.columns // tile.columns), splits)](
+        source, *tensors, bias, out, partials, arrivals, rows, form, splits, *tile[:3], num_warps=tile.warps,
+        num_stages=tile.stages, **LAUNCH,
     )  # fmt: skip
 
 
@@ -353,38 +357,32 @@ def _multiprocessors(device: torch.device) -> int:
     return device_limits(device).multiprocessors
 
 
-def operands(matrix: Tensor | QuantizedMatrix) -> tuple[tuple[Tensor, ...], int, int]:
-    """Numbers, scales and zero points, or a tensor that is not read in their place; KIND and GROUP of `multiply`."""
+def operands(matrix: Tensor | QuantizedMatrix) -> tuple[tuple[Tensor | None, ...], Form]:
+    """Numbers, scales and zero points, or None if there are none; and the form of a matrix, or of each expert's."""
     if isinstance(matrix, Tensor):
-        return (matrix, matrix, matrix), -1, 0
-    zeros = matrix.scales if matrix.zeros is None else matrix.zeros
-    return (matrix.numbers, matrix.scales, zeros), matrix.format, matrix.group
+        return (matrix, None, None), Form(-1, matrix.shape[-2], matrix.shape[-1], 0)
+    form = Form(matrix.format, matrix.columns, matrix.depth, matrix.group)
+    return (matrix.numbers, matrix.scales, matrix.zeros), form
 
 
 @triton.jit
-def _look_up_kernel(
-    numbers, scales, zeros, ids, out, KIND: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    GROUP: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
+def _look_up_kernel(numbers, scales, zeros, ids, out, FORM: tl.constexpr, PARTS: tl.constexpr):
     """One program per row of `out`, and some parts of 64 numbers."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.load(ids + row).to(tl.int64)
     part = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
-    kept = part * 64 < DEPTH
-    pieces = _numbers_of(numbers, scales, zeros, part, column, kept, KIND, COLUMNS, DEPTH, GROUP)
+    pieces = _numbers_of((numbers, scales, zeros), part, column, part * 64 < FORM.depth, FORM)
     for half in tl.static_range(2):
         depth = (part * 64 + half * 32)[:, None] + tl.arange(0, 32)[None, :]
-        tl.store(out + row * DEPTH + depth, pieces[half], mask=depth < DEPTH)
+        tl.store(out + row * FORM.depth + depth, pieces[half], mask=depth < FORM.depth)
 
 
 def look_up(matrix: QuantizedMatrix, ids: Tensor, out: Tensor) -> None:
     """See `model/ops/products.py`."""
     parts = -(-matrix.depth // (2 * GROUP))
-    block, (tensors, kind, group) = min(power_of_2(parts), 32), operands(matrix)
-    _look_up_kernel[(len(ids), -(-parts // block))](
-        *tensors, ids, out, kind, matrix.columns, matrix.depth, group,
-        block, **launch_options(block * GROUP // 8),
-    )  # fmt: skip
+    block, (tensors, form) = min(power_of_2(parts), 32), operands(matrix)
+    grid = len(ids), -(-parts // block)
+    _look_up_kernel[grid](*tensors, ids, out, form, block, **launch_options(block * GROUP // 8))
 
 
 @triton.jit
