@@ -9,7 +9,6 @@ Source: https://docs.flashinfer.ai/api/attention.html, `BatchPrefillWithPagedKVC
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Unpack
@@ -34,75 +33,48 @@ _WORKSPACE = 2**20
 
 
 class Form(NamedTuple):
-    """What a plan is made for.
+    """What a plan is made for, by FlashInfer's names. A window of -1 is none."""
 
-    window: tokens that one sees before itself; -1 for all
-    """
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    scale: float
-    window: int
-    softcap: float
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    page_size: int
+    q_data_type: torch.dtype
+    sm_scale: float
+    window_left: int
+    logits_soft_cap: float
 
     @classmethod
     def of(cls, query: Tensor, keys: Tensor, values: Tensor, options: AttendOptions) -> Form | None:
         """None if FlashInfer does not compute that."""
-        dim, kinds = query.shape[-1], {query.dtype, keys.dtype}
-        if len(kinds) > 1 or query.dtype not in DTYPES or dim not in HEADS or values.shape[-1] != dim:
+        (_, heads, dim), (_, kv_heads, block_size, _) = query.shape, keys.shape
+        if query.dtype != keys.dtype or query.dtype not in DTYPES or dim not in HEADS or values.shape[-1] != dim:
             return None
         if options.get("sinks") is not None or options.get("chunk") is not None:
             return None
         window, softcap = (options.get("window") or 0) - 1, options.get("softcap") or 0.0
-        return cls(query.shape[1], keys.shape[1], dim, query.dtype, options["scale"], window, softcap)
-
-
-class Pages(NamedTuple):
-    """Where the sequences of FlashInfer have their queries, and the blocks of their keys.
-
-    queries, blocks: [N + 1] int32 on the host: the first of each among all of them, and their number
-    last:            [N] int32 on the host: tokens in the last block of each
-    block_ids:       int32 on the device
-    """
-
-    queries: Tensor
-    blocks: Tensor
-    block_ids: Tensor
-    last: Tensor
+        return cls(heads, kv_heads, dim, block_size, query.dtype, options["scale"], window, softcap)
 
 
 @dataclass(eq=False)
 class FlashMetadata:
     """Metadata of a step with long chunks. From the first of them to the last, all sequences are FlashInfer's.
 
-    sequences: those of FlashInfer
-    others:    metadata of Triton's kernels for the other sequences
-    turn:      which of two planners of each form the step has
+    rows:    those of the batch that FlashInfer computes
+    pages:   what its plans begin with, int32: where each sequence begins among these rows, and at the end their number;
+             the same of their blocks; block ids, on the device; tokens in the last block of each
+    others:  metadata of Triton's kernels for the other sequences
+    turn:    which of two planners of each form the step has
     all_by_triton: metadata of Triton's kernels for all sequences, once a layer has asked for it
     """
 
     batch: RaggedBatch
-    block_size: int
-    sequences: slice
+    rows: slice
+    pages: tuple[Tensor, ...]
     others: AttentionMetadata
     turn: int
     planned: dict[Form, Any] = field(default_factory=dict)
     all_by_triton: AttentionMetadata | None = None
-
-    @cached_property
-    def rows(self) -> slice:
-        ends = self.batch.counts.cumsum()
-        return slice(int(ends[self.sequences][0] - self.batch.counts[self.sequences][0]), int(ends[self.sequences][-1]))
-
-    @cached_property
-    def pages(self) -> Pages:
-        counts, lengths = self.batch.counts[self.sequences], self.batch.lengths[self.sequences]
-        tables, blocks = self.batch.tables[self.sequences], -(-lengths // self.block_size)
-        (block_ids,) = to_device([tables[np.arange(tables.shape[1]) < blocks[:, None]]], self.batch.device)
-        last = torch.from_numpy((lengths - (blocks - 1) * self.block_size).astype(np.int32))
-        return Pages(_offsets(counts), _offsets(blocks), block_ids, last)
 
 
 def _offsets(sizes: Ints) -> Tensor:
@@ -143,7 +115,12 @@ class FlashAttention(TritonAttention):
         if not len(long):
             return super().prepare(batch, block_size)
         mine, self._turn = slice(int(long[0]), int(long[-1]) + 1), 1 - self._turn
-        return FlashMetadata(batch, block_size, mine, self._metadata(batch, without=mine), self._turn)
+        counts, lengths, tables = batch.counts[mine], batch.lengths[mine], batch.tables[mine]
+        first, blocks = int(batch.counts[: mine.start].sum()), -(-lengths // block_size)
+        (block_ids,) = to_device([tables[np.arange(tables.shape[1]) < blocks[:, None]]], batch.device)
+        last = torch.from_numpy((lengths - (blocks - 1) * block_size).astype(np.int32))
+        pages, rows = (_offsets(counts), _offsets(blocks), block_ids, last), slice(first, first + int(counts.sum()))
+        return FlashMetadata(batch, rows, pages, self._metadata(batch, without=mine), self._turn)
 
     def store_kv(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, metadata: Any) -> None:
         if isinstance(metadata, FlashMetadata):
@@ -159,26 +136,20 @@ class FlashAttention(TritonAttention):
         if form is None:
             metadata.all_by_triton = metadata.all_by_triton or self._metadata(metadata.batch)
             return super().attend(query, keys, values, metadata.all_by_triton, **options)
-        query = in_rows(query)
+        query, rows = in_rows(query), metadata.rows
         out = super().attend(query, keys, values, metadata.others, **options)
-        rows = metadata.rows
         self._planned(form, metadata).run(query[rows], (keys, values), out=out[rows])
         return out
 
     def _planned(self, form: Form, metadata: FlashMetadata) -> Any:
         """The planner with the plan of a step, which layers of one form share."""
         if form not in metadata.planned:
-            place, pages = (form, metadata.turn), metadata.pages
+            place = form, metadata.turn
             if place not in self._planners:
-                self._planners[place] = self._new_planner()
-            metadata.planned[form] = self._planners[place]
-            metadata.planned[form].plan(
-                pages.queries, pages.blocks, pages.block_ids, pages.last, form.heads, form.kv_heads, form.head_dim,
-                metadata.block_size, causal=True, sm_scale=form.scale, window_left=form.window,
-                logits_soft_cap=form.softcap, q_data_type=form.dtype, kv_data_type=form.dtype, disable_split_kv=True,
-            )  # fmt: skip
+                workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=self.device)
+                make = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
+                self._planners[place] = make(workspace, kv_layout="HND")
+            metadata.planned[form] = planner = self._planners[place]
+            kind = form.q_data_type
+            planner.plan(*metadata.pages, **form._asdict(), kv_data_type=kind, causal=True, disable_split_kv=True)
         return metadata.planned[form]
-
-    def _new_planner(self) -> Any:
-        workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=self.device)
-        return import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="HND")
