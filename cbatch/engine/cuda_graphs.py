@@ -23,12 +23,11 @@ from cbatch.kernels.operands import AdapterRows, Recurrence
 from cbatch.model.base import CapturableModel, DeviceInputs, HiddenStates
 from cbatch.model.lora.device import in_order
 from cbatch.runtime.batch import Logits, RaggedBatch, SampledOnDevice
-from cbatch.runtime.device import pins_memory
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.memory import is_out_of_memory
 from cbatch.runtime.process_group import ProcessGroup
 from cbatch.runtime.state_pool import StatePool
-from cbatch.runtime.transfer import pack, packed_size, padded, unpack
+from cbatch.runtime.transfer import FixedTensors, padded
 from cbatch.sample.sampler import PARAM_WORDS, Sampler
 from cbatch.schedule.limits import StepLimits
 
@@ -115,63 +114,25 @@ class StepParts(NamedTuple):
     state_pool: StatePool | None = None
 
 
-class _RecurrenceBuffers:
-    """Where a captured step finds the states of its chunks: always in the same tensors.
-
-    recurrence: these tensors; chunks after the last have negative slots, and begin where the step's tokens end
-    """
-
-    def __init__(self, sequences: int, tokens: int, device: torch.device, *, is_decode: bool) -> None:
-        """sequences, tokens: of the largest step that is computed with them"""
-        self._sequences = sequences
-        self._words = torch.full((4 * sequences + 1,), -1, dtype=torch.int32, device=device)
-        starts, slots, counts, snapshots = torch.split(self._words, [sequences + 1, sequences, sequences, sequences])
-        starts.zero_()
-        self.recurrence = Recurrence(starts, slots, counts, snapshots, longest=1 if is_decode else tokens)
-
-    def fill(self, batch: RaggedBatch) -> None:
-        """Overwrites the slots of a step, by one copy."""
-        states = batch.states
-        assert states is not None, "a step of a model with recurrent layers, and no slots"
-        ends = batch.counts.cumsum()
-        starts = np.full(self._sequences + 1, ends[-1])
-        starts[0], starts[1 : len(ends) + 1] = 0, ends
-        rest = np.full((3, self._sequences), -1)
-        rest[:, : len(ends)] = states.slots, states.snapshot_counts, states.snapshot_slots
-        words = np.concatenate([starts, rest.reshape(-1)]).astype(np.int32)
-        packed = pack([words], [words], pin=pins_memory(self._words.device))
-        self._words.view(torch.uint8).copy_(packed, non_blocking=True)
-
-
-class _AdapterBuffers:
-    """Where a captured step finds the adapters of its tokens: always in the same tensors, `rows`."""
-
-    def __init__(self, tokens: int, device: torch.device) -> None:
-        self._room = [np.empty(tokens, np.int32)] * 2
-        self._packed = torch.zeros(packed_size(self._room), dtype=torch.uint8, device=device)
-        self.rows = AdapterRows(*unpack(self._packed, self._room))
-        self._has_any = False
-
-    def fill(self, adapters: NDArray[np.int64] | None) -> None:
-        """Overwrites them, by one copy; tokens after the last have none."""
-        if adapters is None:
-            if self._has_any:
-                self._packed.zero_()
-        else:
-            arrays = in_order(padded(adapters, len(self._room[0])))
-            packed = pack(arrays, self._room, pin=pins_memory(self._packed.device))
-            self._packed[: len(packed)].copy_(packed, non_blocking=True)
-        self._has_any = adapters is not None
+def _recurrence_arrays(size: int, counts: NDArray[np.int64], *slots: NDArray[np.int64]) -> list[NDArray[np.int32]]:
+    """Those of a `Recurrence` of up to so many chunks: others have negative slots, and begin where the tokens end."""
+    starts = np.concatenate([[0], counts.cumsum()])
+    arrays = padded(starts, size + 1, starts[-1]), *(padded(each, size, -1) for each in slots)
+    return [each.astype(np.int32) for each in arrays]
 
 
 @dataclass(frozen=True, slots=True)
 class _CapturedStep:
-    """A captured step of so many tokens, and where its inputs are."""
+    """A captured step of so many tokens, and where its inputs are.
+
+    states:   see `_recurrence_arrays`
+    adapters: see `AdapterRows`
+    """
 
     size: int
     buffers: GraphBuffers
-    recurrence: _RecurrenceBuffers | None
-    adapters: _AdapterBuffers | None
+    states: FixedTensors | None
+    adapters: FixedTensors | None
     replay: Run
 
     def holds(self, batch: RaggedBatch) -> bool:
@@ -181,10 +142,16 @@ class _CapturedStep:
     def fill(self, batch: RaggedBatch) -> None:
         """Overwrites the inputs with those of a step."""
         self.buffers.fill(batch)
-        if self.recurrence is not None:
-            self.recurrence.fill(batch)
-        if self.adapters is not None:
-            self.adapters.fill(batch.adapters)
+        if self.states is not None:
+            now = batch.states
+            assert now is not None, "a step of a model with recurrent layers, and no slots"
+            slots = now.slots, now.snapshot_counts, now.snapshot_slots
+            self.states.fill(*_recurrence_arrays(len(self.states.tensors[1]), batch.counts, *slots))
+        if batch.adapters is not None:
+            assert self.adapters is not None
+            self.adapters.fill(*in_order(padded(batch.adapters, self.size)))
+        elif self.adapters is not None:
+            self.adapters.zero()
 
 
 class _Shared:
@@ -200,23 +167,17 @@ class _Shared:
         rows, device = max(sizes.decode, default=0), model.device
         self.hidden = model.new_hidden_states(max([*sizes.decode, *sizes.mixed]))
         self.logits = torch.empty(rows, model.vocab_size, device=device)
-        self.words = torch.zeros(rows, PARAM_WORDS, dtype=torch.int32, device=device)
+        self._fixed = FixedTensors([np.empty((rows, PARAM_WORDS), np.int32)], device)
+        (self.words,) = self._fixed.tensors
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.largest = torch.zeros(rows, device=device)
-        self._draws = False
-        """Whether any row of `words` is not greedy."""
 
     def fill_words(self, words: NDArray[np.int32], size: int) -> None:
         """Overwrites the sampling parameters; rows after the last are greedy."""
-        if not words.any():  # all rows are greedy, as in most steps before
-            if self._draws:
-                self.words.zero_()
-            self._draws = False
-            return
-        self._draws = True
-        filled = padded(words, size)
-        packed = pack([filled], [filled], pin=pins_memory(self.words.device))
-        self.words[:size].view(torch.uint8).view(-1).copy_(packed, non_blocking=True)
+        if words.any():
+            self._fixed.fill(padded(words, size))
+        else:
+            self._fixed.zero()
 
     def sampled(self, count: int) -> SampledOnDevice:
         """The first tokens. They are a copy: the next step has them as its input, and may have to be tried again."""
@@ -342,12 +303,16 @@ class StepGraphs:
         sequences = size if is_decode else min(self._sizes.max_seqs, size)
         buffers = attention.graph_buffers(size, sequences, longest, kv_cache.block_size, most, decode_only=is_decode)
         inputs, metadata = DeviceInputs(buffers.input_ids, buffers.position_ids, buffers.slots), buffers.metadata
-        recurrence = None
+        states = None
         if state_pool is not None:
-            recurrence = _RecurrenceBuffers(sequences, size, model.device, is_decode=is_decode)
-            inputs = inputs._replace(recurrence=recurrence.recurrence, states=state_pool.tensors)
-        adapters = _AdapterBuffers(size, model.device)
-        inputs = inputs._replace(adapters=model.adding(adapters.rows))
+            none = _recurrence_arrays(sequences, *[np.empty(0, np.int64)] * 4)
+            states = FixedTensors(none, model.device)
+            states.fill(*none)
+            starts, *slots = states.tensors
+            recurrence = Recurrence(starts, slots[0], slots[1], slots[2], longest=1 if is_decode else size)
+            inputs = inputs._replace(recurrence=recurrence, states=state_pool.tensors)
+        adapters = FixedTensors([np.empty(size, np.int32)] * 2, model.device)
+        inputs = inputs._replace(adapters=model.adding(AdapterRows(*adapters.tensors)))
         shared, samples = self._shared, self._samples
         hidden = HiddenStates(*(part[:size] for part in shared.hidden))
         logits, words, tokens, largest = (
@@ -362,7 +327,7 @@ class StepGraphs:
                     sampler.sample_on_device(logits, words, tokens, largest)
 
         run()
-        return _CapturedStep(size, buffers, recurrence, adapters if inputs.adapters else None, capture(run))
+        return _CapturedStep(size, buffers, states, adapters if inputs.adapters else None, capture(run))
 
 
 _MAX_STREAMS = 32

@@ -115,9 +115,29 @@ def unpack(buffer: Tensor, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
     return result
 
 
-def packed_size(arrays: Sequence[NDArray[Any]]) -> int:
-    """Bytes of a buffer that holds all arrays."""
-    return _places(arrays)[-1]
+class FixedTensors:
+    """Tensors at fixed addresses of a device, zeros at first: what captured graphs find changed from step to step.
+
+    tensors: one for each array that there is room for
+    """
+
+    def __init__(self, room: Sequence[NDArray[Any]], device: torch.device) -> None:
+        self._room = room
+        self._packed = torch.zeros(_places(room)[-1], dtype=torch.uint8, device=device)
+        self.tensors = unpack(self._packed, room)
+        self._is_zero = True
+
+    def fill(self, *arrays: NDArray[Any]) -> None:
+        """Overwrites the beginning of each with the numbers of an array, by one copy on the current stream."""
+        packed = pack(arrays, self._room, pin=pins_memory(self._packed.device))
+        self._packed[: len(packed)].copy_(packed, non_blocking=True)
+        self._is_zero = False
+
+    def zero(self) -> None:
+        """Overwrites all with zeros, unless they are."""
+        if not self._is_zero:
+            self._packed.zero_()
+        self._is_zero = True
 
 
 def _places(arrays: Sequence[NDArray[Any]]) -> list[int]:

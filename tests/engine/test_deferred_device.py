@@ -239,7 +239,6 @@ def reuse_host_buffers(patch: pytest.MonkeyPatch) -> None:
 
     original = transfer.pack
     patch.setattr(transfer, "pack", pack)
-    patch.setattr(attention_metadata, "pack", pack)
 
 
 def read_tokens_too_early(patch: pytest.MonkeyPatch) -> None:

@@ -31,8 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.runtime.batch import RaggedBatch
-from cbatch.runtime.device import pins_memory
-from cbatch.runtime.transfer import pack, packed_size, padded, to_device, unpack
+from cbatch.runtime.transfer import FixedTensors, padded, to_device
 
 Ints = NDArray[np.integer[Any]]
 
@@ -130,6 +129,12 @@ class Work(NamedTuple):
     pieces: Ints
     partials: int
     piece_tokens: int
+
+    @property
+    def arrays(self) -> list[Ints]:
+        """All that the kernels read, in the order in which buffers have it."""
+        merges, pieces = (np.array([len(part)]) for part in (self.merges, self.pieces))
+        return [self.sequences, self.items, self.totals, self.merges, merges, self.pieces, pieces]
 
 
 def split_tokens(counts: Ints, lengths: Ints, unit: int) -> Ints:
@@ -262,10 +267,9 @@ class StepBuffers:
         # The block ids come last, so that a copy ends with those that are used.
         shapes: list[tuple[int, ...]] = [(tokens,), (sequences, 6), (items, 2), (self._levels,)]
         shapes += [(0 if whole or decode_only else tokens, 2), (1,), (self._max_pieces, 3), (1,), (block_ids,)]
-        self._room: list[Ints] = [np.empty(size, np.int64) for size in (tokens, tokens, *[sequences] * 3)]
-        self._room += [np.empty(shape, np.int32) for shape in shapes]
-        self._packed = torch.zeros(packed_size(self._room), dtype=torch.uint8, device=device)
-        self.input_ids, self.position_ids, self.logit_rows, *rest = unpack(self._packed, self._room)
+        room: list[Ints] = [np.empty(size, np.int64) for size in (tokens, tokens, *[sequences] * 3)]
+        self._fixed = FixedTensors(room + [np.empty(shape, np.int32) for shape in shapes], device)
+        self.input_ids, self.position_ids, self.logit_rows, *rest = self._fixed.tensors
         self._unknown_places, self._unknown_rows, slots, records, listed, totals, merges, merged, *rest = rest
         pieces, count, ids = rest
         decode = None if whole else DecodeMetadata(listed, totals, split, 1 if decode_only else NARROW)
@@ -317,17 +321,13 @@ class StepBuffers:
         blocks = -(-lengths // self.block_size)
         work = list_work(counts, lengths, blocks.cumsum() - blocks, self.split, whole=self.whole)
         block_ids = batch.tables[np.arange(batch.tables.shape[1]) < blocks[: len(batch.stops), None]]
-        unknown = batch.device_tokens
-        none = np.zeros(0, np.int64)
-        arrays = [
+        work = work._replace(totals=padded(work.totals, self._levels, work.totals[-1]))
+        unknown, none = batch.device_tokens, np.zeros(0, np.int64)
+        self._fixed.fill(
             padded(batch.ids, self.tokens), padded(batch.positions, self.tokens),
             padded(batch.rows, self.max_sequences), none if unknown is None else unknown.places,
-            none if unknown is None else unknown.rows, padded(batch.slots, self.tokens, -1), work.sequences,
-            work.items, padded(work.totals, self._levels, work.totals[-1]),
-            work.merges, np.array([len(work.merges)]), work.pieces, np.array([len(work.pieces)]), block_ids,
-        ]  # fmt: skip
-        filled = pack(arrays, self._room, pin=pins_memory(self._packed.device))
-        self._packed[: len(filled)].copy_(filled, non_blocking=True)
+            none if unknown is None else unknown.rows, padded(batch.slots, self.tokens, -1), *work.arrays, block_ids,
+        )  # fmt: skip
         if unknown is not None:
             places, rows = (part[: len(unknown.rows)] for part in (self._unknown_places, self._unknown_rows))
             self.input_ids.index_copy_(0, places, unknown.tokens.index_select(0, rows))
@@ -345,9 +345,7 @@ def build_metadata(
     counts = np.where(lengths == 0, 1, lengths - np.array(starts, np.int64))
     first_blocks = np.arange(len(lengths)) * tables.shape[1]
     work = list_work(counts, lengths, first_blocks, split, whole=whole, without=without)
-    arrays = [work.sequences, work.items, work.totals, work.merges, np.array([len(work.merges)]), work.pieces]
-    arrays.append(np.array([len(work.pieces)]))
-    there = to_device([array.astype(np.int32) for array in arrays], tables.device)
+    there = to_device([array.astype(np.int32) for array in work.arrays], tables.device)
     sequences, items, totals, merges, merged, pieces, count = there
     decode = DecodeMetadata(items, totals, split, int(counts[counts <= NARROW].max())) if len(items) else None
     prefill = PrefillMetadata(pieces, count, work.piece_tokens, whole) if len(pieces) else None
