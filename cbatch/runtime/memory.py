@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,6 +25,7 @@ from cbatch.base.config import CPU_CACHE_SHARE
 from cbatch.base.errors import ModelError
 from cbatch.base.units import format_bytes
 from cbatch.runtime.device import is_accelerator
+from cbatch.runtime.processors import control_groups
 
 Step = Callable[[], object]
 
@@ -222,14 +224,12 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
             left += [one.__cause__, one.__context__]
 
 
-_CGROUPS = Path("/proc/self/cgroup")
-_ROOT = Path("/sys/fs/cgroup")
-_FILES = {
-    "": ("memory.max", "memory.current", "file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"),
-}
-"""By the controller that /proc/self/cgroup names, none in version 2: limit, what is taken, and how much of it are pages
-of files, which the system drops when it needs memory (https://docs.kernel.org/admin-guide/cgroup-v2.html).
+_FILES = (
+    ("memory.max", "memory.current", "file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"),
+)
+"""Of groups of version 2 and of version 1: limit, what is taken, and how much of it are pages of files, which the
+system drops when it needs memory (https://docs.kernel.org/admin-guide/cgroup-v2.html).
 """
 
 
@@ -239,16 +239,9 @@ def free_cgroup_bytes() -> int:
 
 
 def _free_in_groups() -> Iterator[int]:
-    with suppress(OSError):
-        for line in _CGROUPS.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            for name in _FILES.keys() & set(controllers.split(",")):
-                group = _ROOT / name / path.strip("/")
-                for folder in (group, *group.parents):
-                    with suppress(OSError, ValueError):  # no such folder here, or no limit
-                        yield _free_in(folder, *_FILES[name])
-                    if folder == _ROOT / name:
-                        break
+    for folder, files in product(control_groups("memory"), _FILES):
+        with suppress(OSError, ValueError):  # no such folder here, or no limit
+            yield _free_in(folder, *files)
 
 
 def _free_in(group: Path, limit: str, taken: str, files: str) -> int:

@@ -150,11 +150,11 @@ def _free_bytes(root: Path, node: int) -> int:
 
 def _quota(root: Path) -> float:
     """The least limit of CPU time, in cores, of this process's control groups and of those above them."""
-    return min((_limit(folder) for folder in _groups(root)), default=math.inf)
+    return min((_limit(folder) for folder in control_groups("cpu", root)), default=math.inf)
 
 
-def _groups(root: Path) -> Iterator[Path]:
-    """The folders of this process's groups for CPU time and of those above, as far as they are mounted.
+def control_groups(controller: str, root: Path = ROOT) -> Iterator[Path]:
+    """The folders of this process's groups for `cpu` or `memory`, and of those above, as far as they are mounted.
 
     A container often has only the part of the tree that begins with its own group.
     """
@@ -162,14 +162,14 @@ def _groups(root: Path) -> Iterator[Path]:
     for line in _lines(root / "proc/self/cgroup"):
         number, _, group = line.partition(":")
         controllers, _, path = group.partition(":")
-        if number == "0" or "cpu" in controllers.split(","):
+        if number == "0" or controller in controllers.split(","):
             paths["cgroup2" if number == "0" else "cgroup"] = PurePosixPath(path)
     for line in _lines(root / "proc/self/mountinfo"):
         mount, _, system = line.partition(" - ")
         mounted, kind = mount.split(), system.split()
         if len(mounted) < 5 or not kind or kind[0] not in paths:
             continue
-        if kind[0] == "cgroup" and "cpu" not in kind[-1].split(","):
+        if kind[0] == "cgroup" and controller not in kind[-1].split(","):
             continue
         top, point = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), text) for text in mounted[3:5])
         below, folder = paths[kind[0]], root / point.lstrip("/")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from cbatch.model.loader import NoFastPath, end_ids, load_fast_model, load_model
 from cbatch.model.tensor_files import Tensors
 from cbatch.runtime import memory
 from cbatch.runtime.kv_cache import LayerShape
+from cbatch.runtime.processors import control_groups
 from tests.support.gpu_machine import Gpu, Machine
 from tests.support.model_checks import reference_logits
 from tests.support.programs import PROMPT, error_of, logits_in_chunks, saved_model
@@ -221,11 +223,12 @@ def test_weights_that_memory_does_not_hold(model_folder: Path) -> None:
 
 def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards containers: they are killed at their own limit, while the machine has memory left."""
-    group = tmp_path / "outer" / "inner"
+    group, process = tmp_path / "groups" / "outer" / "inner", tmp_path / "proc" / "self"
     group.mkdir(parents=True)
-    (tmp_path / "cgroup").write_text("1:name=systemd:/x\n0::/outer/inner\n")
-    monkeypatch.setattr(memory, "_CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(memory, "_ROOT", tmp_path)
+    process.mkdir(parents=True)
+    (process / "cgroup").write_text("1:name=systemd:/x\n0::/outer/inner\n")
+    (process / "mountinfo").write_text("28 1 0:25 / /groups rw - cgroup2 cgroup2 rw\n")
+    monkeypatch.setattr(memory, "control_groups", partial(control_groups, root=tmp_path))
     unlimited = memory._free_host_bytes()
     for folder, most in ((group, "max"), (group.parent, "5000")):
         (folder / "memory.max").write_text(f"{most}\n")
