@@ -7,6 +7,7 @@ from typing import Any, Protocol, Required, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from cbatch.kernels.triton.attention_metadata import StepBuffers
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.kv_cache import LayerShape, Shape
 
@@ -66,35 +67,6 @@ class AttentionBackend(Protocol):
         """
 
 
-class GraphBuffers(Protocol):
-    """The inputs and the metadata of a step at fixed addresses, for a captured graph.
-
-    A new buffer has a step without tokens. `fill` gives it all that `RaggedBatch` would bring to the device, by one
-    copy, the tokens included that only the device knows.
-
-    input_ids     [tokens] integers; 0 for padding
-    position_ids  [tokens] integers; 0 for padding
-    slots         [tokens] integers; negative for padding
-    logit_rows    [sequences] integers; 0 after the last one
-    metadata      for `store_kv` and `attend`. Padding belongs to no sequence: `attend` leaves its rows undefined, or 0
-                  in a step of decode rows only
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
-    logit_rows: Tensor
-    metadata: Any
-
-    @property
-    def slots(self) -> Tensor: ...
-
-    def holds(self, batch: RaggedBatch) -> bool:
-        """Whether a step fits."""
-
-    def fill(self, batch: RaggedBatch) -> None:
-        """Overwrites the buffers with a step, on the current stream. Raises ValueError if it does not fit."""
-
-
 class CapturableAttention(AttentionBackend, Protocol):
     """A backend whose calls can be captured in CUDA graphs."""
 
@@ -107,7 +79,7 @@ class CapturableAttention(AttentionBackend, Protocol):
         max_tokens: int | None = None,
         *,
         decode_only: bool,
-    ) -> GraphBuffers:
+    ) -> StepBuffers:
         """Buffers for a graph of so many tokens of so many sequences, of so many blocks each.
 
         max_tokens:  limit of the tokens of all sequences, with those in the cache; None: each may fill its blocks

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -18,8 +19,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cbatch.attention.base import CapturableAttention, GraphBuffers
+from cbatch.attention.base import CapturableAttention
 from cbatch.kernels.operands import AdapterRows, Recurrence
+from cbatch.kernels.triton.attention_metadata import StepBuffers
 from cbatch.model.base import CapturableModel, DeviceInputs, HiddenStates
 from cbatch.model.lora.device import in_order
 from cbatch.runtime.batch import Logits, RaggedBatch, SampledOnDevice
@@ -130,7 +132,7 @@ class _CapturedStep:
     """
 
     size: int
-    buffers: GraphBuffers
+    buffers: StepBuffers
     states: FixedTensors | None
     adapters: FixedTensors | None
     replay: Run
@@ -377,18 +379,12 @@ class GraphCapturer:
             torch.cuda.set_stream(before)  # a capture that cannot be ended leaves its own stream current
             raise
         self._memory = graph.pool()  # the pool of the first capture that succeeded, for all
-        return _Replay(graph, self._owned)
+        return partial(_replay, graph, self._owned)
 
 
-@dataclass(frozen=True, slots=True)
-class _Replay:
-    """A captured graph, which keeps its stream from others."""
-
-    graph: torch.cuda.CUDAGraph
-    owned: _CaptureStream
-
-    def __call__(self) -> None:
-        self.graph.replay()
+def _replay(graph: torch.cuda.CUDAGraph, _: _CaptureStream) -> None:
+    """Replays a graph, which keeps its stream from others for as long as it may be replayed."""
+    graph.replay()
 
 
 _one_at_a_time = threading.Lock()

@@ -398,7 +398,7 @@ def test_graphs_of_living_engines_never_share_a_stream() -> None:
 
         replay = capturer()(lambda: None)  # its capturer is gone, and its graph is not
         others = [capturer() for _ in range(31)]
-        streams = {replay.owned.stream.cuda_stream, *(one._owned.stream.cuda_stream for one in others)}
+        streams = {replay.args[1].stream.cuda_stream, *(one._owned.stream.cuda_stream for one in others)}
         assert len(streams) == 32
         with pytest.raises(RuntimeError, match="all 32 streams of cuda:0 belong to graphs of other engines"):
             capturer()

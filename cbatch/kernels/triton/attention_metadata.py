@@ -237,14 +237,17 @@ def in_columns(*columns: Ints) -> Ints:
 
 
 class StepBuffers:
-    """The inputs and the metadata of a step at fixed addresses, for a captured graph; `fill` gives them the next step.
+    """The inputs and the metadata of a step at fixed addresses, for a captured graph.
 
-    All of it comes to the device in one copy.
+    A new buffer has a step without tokens. `fill` gives it all that `RaggedBatch` would bring to the device, by one
+    copy, the tokens included that only the device knows.
 
     input_ids     [tokens] int64, tokens; 0 for padding
-    position_ids  [tokens] int64, position of each token in its sequence
+    position_ids  [tokens] int64, position of each token in its sequence; 0 for padding
+    slots         [tokens] int64, see `AttentionMetadata`; negative for padding
     logit_rows    [sequences] int64, which of the tokens need logits; 0 after the last one
-    metadata      its `slots` [tokens] are negative for padding, which belongs to no sequence
+    metadata      for `store_kv` and `attend`. Padding belongs to no sequence: `attend` leaves its rows undefined, or 0
+                  in a step of decode rows only
     """
 
     def __init__(
@@ -304,12 +307,7 @@ class StepBuffers:
         )
 
     def fill(self, batch: RaggedBatch) -> None:
-        """Overwrites the buffers with a step by one copy, on the current stream.
-
-        Tokens that only the device knows are gathered there.
-
-        Raises ValueError if the step does not fit.
-        """
+        """Overwrites the buffers with a step, on the current stream. Raises ValueError if it does not fit."""
         if not self.holds(batch):
             raise ValueError(
                 f"{len(batch.stops)} sequences of {sum(batch.stops)} tokens do not fit into the buffers of a graph."
