@@ -152,14 +152,13 @@ def _with_flash(chosen: Execution, config: EngineConfig) -> Execution:
     attention = with_flash(chosen.attention)
     if attention is None:
         return chosen
-    with_it, without = (
-        ModelChecks(chosen.model, one, chosen.sampler, config.block_size) for one in (attention, chosen.attention)
-    )
+    candidate = replace(chosen, attention=attention)
+    with_it, without = (ModelChecks(one, config.block_size).of_attention for one in (candidate, chosen))
     if reason := _first_problem(with_it.long_chunks()):
         sentence = f"FlashInfer is not used on {chosen.model.device}: {reason}"
         return replace(chosen, fallback=f"{chosen.fallback} {sentence}".strip())
     is_faster = attention.is_used and with_it.prefill_seconds() < without.prefill_seconds()
-    return replace(chosen, attention=attention) if is_faster else chosen
+    return candidate if is_faster else chosen
 
 
 def _consequence(best: Execution, chosen: Execution) -> str:
@@ -186,20 +185,19 @@ def _first_that_agrees(best: Execution, block_size: int) -> tuple[Execution, str
     """The first that agrees, and why the one before it does not; that is empty for the best one."""
     from cbatch.engine.kernel_checks.all_checks import ModelChecks, without_kernels
 
-    def of(one: Execution) -> ModelChecks:
-        return ModelChecks(one.model, one.attention, one.sampler, block_size)
-
-    if reason := _first_problem(of(best).attention_kernels()):
+    checks = ModelChecks(best, block_size)
+    if reason := _first_problem(checks.attention_kernels()):
         return _by_torch(best), reason
     chosen, reasons = best, list[str]()
-    while failed := next((check for check in of(chosen).layers() if not check.agrees), None):
+    while failed := next((check for check in checks.layers() if not check.agrees), None):
         reasons.append(failed.reason)
         if not failed.kernel:
-            if still_wrong := _first_problem([of(best).step_by_torch()]):
+            if still_wrong := _first_problem([checks.step_by_torch()]):
                 return _by_torch(best), still_wrong
             return replace(best, model=without_kernels(best.model, heads_first=True), graphs=False), failed.reason
         chosen = _without(chosen, failed.kernel)
-    if chosen.graphs and (reason := _first_problem(of(chosen).captured_steps())):
+        checks = ModelChecks(chosen, block_size)
+    if chosen.graphs and (reason := _first_problem(checks.captured_steps())):
         reasons.append(reason)
         chosen = replace(chosen, graphs=False)
     return chosen, " ".join(reasons)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
@@ -31,15 +30,9 @@ _WEIGHT_SHARE = 0.8
 """Of the free memory of a GPU, which weights may take; the rest is for the KV cache and for steps."""
 
 
-class LoadedRunner(NamedTuple):
-    loaded: LoadedModel
-    execution: Execution
-    adapters: Sequence[Adapter]
-    limits: StepLimits
-    runner: ModelRunner
-
-
-def load_runner(config: EngineConfig, plan: LoadPlan, loaded: LoadedModel | None = None) -> LoadedRunner:
+def load_runner(
+    config: EngineConfig, plan: LoadPlan, loaded: LoadedModel | None = None
+) -> tuple[LoadedModel, Execution, Sequence[Adapter], StepLimits, ModelRunner]:
     """Loads the model, unless it is in memory already, with the processes that a config asks for.
 
     Raises ModelError if it cannot be loaded or is not supported, and ConfigError for options that cannot be met.
@@ -68,7 +61,7 @@ def load_runner(config: EngineConfig, plan: LoadPlan, loaded: LoadedModel | None
             followers.close()
         raise
     runner.followers = followers
-    return LoadedRunner(loaded, execution, adapters, limits, runner)
+    return loaded, execution, adapters, limits, runner
 
 
 def load_execution(

@@ -197,7 +197,7 @@ def test_checks_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards `info --check`: it compares with what the bytes stand for."""
     monkeypatch.setattr(attention_checks, "CHUNKS", {"decode": [(0, 1), (40, 41)], "prefill": [(3, 20)]})
     call = AttentionCall(6, CASE.layer, 0.05)
-    assert all(one.agrees for one in AttentionChecks(CpuAttention(U8), 32, torch.float32, CPU).run([call]))
+    assert all(one.agrees for one in AttentionChecks(CpuAttention(U8), 32, torch.float32, CPU, [call]).run())
 
 
 def test_what_has_no_u8_cache_says_so() -> None:

@@ -90,7 +90,7 @@ def wrong_of(checks: Any) -> list[str]:
 
 
 def attention_errors(dtype: torch.dtype = torch.float32, calls: list[AttentionCall] = CALLS) -> list[KernelCheck]:
-    return list(AttentionChecks(TritonAttention(DEVICE), 16, dtype, DEVICE).run(calls))
+    return list(AttentionChecks(TritonAttention(DEVICE), 16, dtype, DEVICE, calls).run())
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, name: str, damage: Callable[..., None]) -> None:
@@ -175,10 +175,10 @@ def test_small_faults_behind_long_pasts_are_seen(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(attention_checks, "CHUNKS", LONG_CHUNKS)
     # The interpreter has no bfloat16, but its tolerance serves.
     monkeypatch.setitem(attention_checks.TOLERANCES, torch.float32, attention_checks.TOLERANCES[torch.bfloat16])
-    checks = AttentionChecks(TritonAttention(DEVICE, SPLITTING), 16, torch.float32, DEVICE)
+    checks = AttentionChecks(TritonAttention(DEVICE, SPLITTING), 16, torch.float32, DEVICE, [SPLIT_CALL])
 
     def error() -> float:
-        *_, check = checks.run([SPLIT_CALL])
+        *_, check = checks.run()
         return check.error / check.tolerance
 
     assert error() < 0.05
@@ -349,8 +349,8 @@ def test_captured_attention(
     """Guards the buffers of captured steps that are split, and the merging of their partial results."""
     fault(monkeypatch)
     attention = TritonAttention(DEVICE, SPLITTING)
-    checks = AttentionChecks(attention, 16, torch.float32, DEVICE)
-    check = checks.check_captured([replace(SPLIT_CALL, window=9), SPLIT_CALL], capture)
+    calls = [replace(SPLIT_CALL, window=9), SPLIT_CALL]
+    check = AttentionChecks(attention, 16, torch.float32, DEVICE, calls).check_captured(capture)
     assert check.agrees is agrees and not check.failure
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from cbatch.attention.base import AttentionBackend
 from cbatch.attention.registry import PerDeviceAttention
 from cbatch.engine.kernel_checks.attention import AttentionChecks
 from cbatch.engine.kernel_checks.kernel_check import KernelCheck
@@ -18,7 +17,6 @@ from cbatch.model.base import Model
 from cbatch.model.cuda import CudaModel
 from cbatch.model.ops.device_kernel import by_torch
 from cbatch.runtime.triton_setup import triton_problem
-from cbatch.sample.sampler import Sampler
 
 
 def without_kernels(model: Model, *, heads_first: bool = False) -> Model:
@@ -28,34 +26,31 @@ def without_kernels(model: Model, *, heads_first: bool = False) -> Model:
 
 @dataclass(frozen=True)
 class ModelChecks:
-    """The checks of a model with its attention backend. Each is made when it is asked for."""
+    """The checks of what computes the steps of an engine. Each is made when it is asked for."""
 
-    model: Model
-    attention: AttentionBackend
-    sampler: Sampler
+    execution: Execution
     block_size: int
+
+    @property
+    def model(self) -> Model:
+        return self.execution.model
 
     @cached_property
     def _expected(self) -> ExpectedSteps:
         """Raises ModelError if the model does not even run by operations of torch."""
-        return ExpectedSteps.of(without_kernels(self.model), self.block_size, self.attention.kv_dtype)
+        kv_dtype = self.execution.attention.kv_dtype
+        return ExpectedSteps.of(without_kernels(self.model), self.block_size, kv_dtype)
+
+    @cached_property
+    def of_attention(self) -> AttentionChecks:
+        model, attention = self.model, self.execution.attention
+        return AttentionChecks(attention, self.block_size, model.dtype, model.device, self._expected.calls)
 
     def attention_kernels(self) -> Iterator[KernelCheck]:
-        one = self.attention
+        one = self.execution.attention
         backends = one.backends if isinstance(one, PerDeviceAttention) else {self.model.device: one}
         for device, backend in backends.items():
-            yield from AttentionChecks(backend, self.block_size, self.model.dtype, device).run(self._expected.calls)
-
-    def long_chunks(self) -> Iterator[KernelCheck]:
-        """Attention of chunks that are long enough for FlashInfer."""
-        yield from self._of_attention().long_chunks(self._expected.calls)
-
-    def prefill_seconds(self) -> float:
-        """See `AttentionChecks`."""
-        return self._of_attention().prefill_seconds(self._expected.calls)
-
-    def _of_attention(self) -> AttentionChecks:
-        return AttentionChecks(self.attention, self.block_size, self.model.dtype, self.model.device)
+            yield from replace(self.of_attention, attention=backend, device=device).run()
 
     def layers(self, *, products: bool = False) -> Iterator[KernelCheck]:
         """The kernels between attention, if the model has any, and whole steps.
@@ -63,22 +58,23 @@ class ModelChecks:
         products: of matrices too, if the library computes them: nothing could take their place
         """
         if isinstance(self.model, CudaModel):
-            checks = LayerChecks(self.model, self.block_size, self.attention.kv_dtype)
+            checks = LayerChecks(self.model, self.block_size, self.execution.attention.kv_dtype)
             yield from checks.run()
             if products and not self.model.ops.batch_invariant:
                 yield checks.product()
-        yield self._expected.check("a whole step", self.model, self.attention)
+        yield self._expected.check("a whole step", self.model, self.execution.attention)
 
     def step_by_torch(self) -> KernelCheck:
         """A step of the model without kernels of its own."""
         model = without_kernels(self.model, heads_first=True)
-        return self._expected.check("a whole step with torch's operations", model, self.attention)
+        return self._expected.check("a whole step with torch's operations", model, self.execution.attention)
 
     def captured_steps(self) -> Iterator[KernelCheck]:
         """No checks if steps of the model cannot be captured as CUDA graphs."""
-        if self.model.capturable is not None and self.attention.capturable is not None:
-            yield self._of_attention().check_captured(self._expected.calls)
-            yield self._expected.check_captured(self.model, self.attention, self.sampler)
+        one = self.execution
+        if one.model.capturable is not None and one.attention.capturable is not None:
+            yield self.of_attention.check_captured()
+            yield self._expected.check_captured(one.model, one.attention, one.sampler)
 
 
 def check_all(execution: Execution, block_size: int, make_plain: Callable[[], Model]) -> Iterator[KernelCheck]:
@@ -89,7 +85,7 @@ def check_all(execution: Execution, block_size: int, make_plain: Callable[[], Mo
     model, attention = execution.model, execution.attention
     if triton_problem(model.device):
         return
-    checks = ModelChecks(model, attention, execution.sampler, block_size)
+    checks = ModelChecks(execution, block_size)
     if attention.name == "triton":
         yield from checks.attention_kernels()
         yield from checks.layers(products=True)

@@ -98,6 +98,7 @@ class NotingAttention(ReferenceAttention):
 class AttentionChecks:
     """The checks of a backend.
 
+    calls:          how a model calls it
     workload_bytes: bytes of the keys and values that a workload reads
     """
 
@@ -105,46 +106,43 @@ class AttentionChecks:
     block_size: int
     dtype: torch.dtype
     device: torch.device
+    calls: Sequence[AttentionCall]
     workload_bytes: int = 2**29
 
-    def run(
-        self, calls: Sequence[AttentionCall], steps: Mapping[str, Sequence[tuple[int, int]]] | None = None
-    ) -> Iterator[KernelCheck]:
+    def run(self, steps: Mapping[str, Sequence[tuple[int, int]]] | None = None) -> Iterator[KernelCheck]:
         """One check for each kernel and each way in which it is called.  steps: in place of CHUNKS"""
         check = partial(run_check, device=self.device, tolerance=TOLERANCES[self.dtype])
-        for layer in dict.fromkeys(call.layer for call in calls):
+        for layer in dict.fromkeys(call.layer for call in self.calls):
             shape, _ = self.attention.block_shapes(layer, self.block_size, self.dtype)
             if shape == (layer.heads, self.block_size, layer.key_dim):  # else attention shows what is written
                 yield check(f"cache write (heads of {layer.key_dim})", measure=partial(self._write_error, layer))
-        for call in calls:
+        for call in self.calls:
             for name, chunks in (steps or CHUNKS).items():
                 workload = None if name.startswith("short") else partial(self._workload, name, call)
                 measure = partial(self._error, replace(call, window=_shortened(call.window)), chunks)
                 yield check(f"{name} ({call.form})", measure=measure, workload=workload)
 
-    def check_captured(
-        self, calls: Sequence[AttentionCall], capture: Callable[[Run], Run] | None = None
-    ) -> KernelCheck:
+    def check_captured(self, capture: Callable[[Run], Run] | None = None) -> KernelCheck:
         """Attention of steps that are split, replayed from CUDA graphs. One call has the same launches as any other.
 
         capture: captures what has run once; see `GraphCapturer`
         """
-        call = min(calls, key=lambda call: call.window is not None)  # a window may hide all splits but one
+        call = min(self.calls, key=lambda call: call.window is not None)  # a window may hide all splits but one
 
         def measure() -> float:
             return max(self._error(call, chunks, partial(self._replayed, capture)) for chunks in CAPTURED_STEPS)
 
         return run_check("captured attention", self.device, TOLERANCES[self.dtype], measure)
 
-    def long_chunks(self, calls: Sequence[AttentionCall]) -> Iterator[KernelCheck]:
+    def long_chunks(self) -> Iterator[KernelCheck]:
         """The same for chunks that are long enough for FlashInfer."""
-        return self.run(calls, LONG_CHUNKS)
+        return self.run(LONG_CHUNKS)
 
-    def prefill_seconds(self, calls: Sequence[AttentionCall]) -> float:
+    def prefill_seconds(self) -> float:
         """Seconds that attention of a long chunk takes: of each way of calling it the fewest, added."""
         found = []
         with computing_on(self.device), torch.inference_mode():
-            for call in calls:
+            for call in self.calls:
                 work, times = self._workload("prefill attention", call), []
                 for _ in range(1 + _TIMED_RUNS):  # the first compiles and plans
                     synchronize(self.device)

@@ -68,8 +68,10 @@ class CpuChecks:
             for one in model.program.operations
             if isinstance(one, Attend)
         ]
-        attention = AttentionChecks(self.attention, self.block_size, model.dtype, device, _WORKLOAD_BYTES)
-        yield from attention.run(list(dict.fromkeys(calls)))
+        different = list(dict.fromkeys(calls))
+        yield from AttentionChecks(
+            self.attention, self.block_size, model.dtype, device, different, _WORKLOAD_BYTES
+        ).run()
         matrices = [one.matrix for one in model.program.operations if isinstance(one, Linear)]
         largest = max(matrices, key=lambda matrix: matrix.size)
         for kind in sorted(model.formats):
