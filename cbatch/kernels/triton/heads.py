@@ -16,90 +16,82 @@ from cbatch.runtime.kv_cache import as_bytes
 
 
 @triton.jit
-def _clipped(x, CLIP):
-    if CLIP != 0.0:
-        x = tl.minimum(tl.maximum(x, -CLIP), CLIP)
+def _loaded(row, there, column, inside, CLIP):
+    """Columns of rows as float32, 0 where they are not inside; None if there are none."""
+    x = None
+    if column is not None:
+        x = tl.load(row + column, mask=there & inside, other=0.0).to(tl.float32)
+        if CLIP != 0.0:
+            x = tl.minimum(tl.maximum(x, -CLIP), CLIP)
     return x
 
 
 @triton.jit
-def _norm_heads(left, right, rest, weight, bias, column, rest_column, DIM, HALF, HAS_REST, NORM):
+def _scaled(x, factor, weight, bias, column, inside):
+    """x times factor and weight, if there is a factor, plus bias; None of None."""
+    if x is not None:
+        if factor is not None:
+            if weight is not None:
+                factor *= tl.load(weight + column, mask=inside, other=0.0)
+            x *= factor
+        if bias is not None:
+            x += tl.load(bias + column, mask=inside, other=0.0)
+    return x
+
+
+@triton.jit
+def _store(to, x, there, column, inside):
+    """Writes x, unless it is None; bytes are FP8."""
+    if x is not None:
+        if to.dtype.element_ty == tl.uint8:
+            x = to_fp8(x)
+        tl.store(to + column, x.to(to.dtype.element_ty), mask=there & inside)
+
+
+@triton.jit
+def _norm_heads(left, right, rest, weight, bias, columns, inside, DIM, NORM):
     """Norms heads in three parts [N, ...], each head by itself.
 
     weight, bias: [N, 1] places of the first number of each head's weights
     """
-    inside, rest_inside = column < HALF, rest_column < DIM - 2 * HALF
     if NORM.kind == "layer":
         mean = tl.sum(left + right, axis=1)
-        if HAS_REST:
+        if rest is not None:
             mean += tl.sum(rest, axis=1)
         mean = mean[:, None] / DIM
-        left, right = tl.where(inside, left - mean, 0.0), tl.where(inside, right - mean, 0.0)
-        if HAS_REST:
-            rest = tl.where(rest_inside, rest - mean, 0.0)
+        left, right = tl.where(inside[0], left - mean, 0.0), tl.where(inside[0], right - mean, 0.0)
+        if rest is not None:
+            rest = tl.where(inside[2], rest - mean, 0.0)
+    factor = None
     if NORM.kind != "none":
         squares = tl.sum(left * left + right * right, axis=1)
-        if HAS_REST:
+        if rest is not None:
             squares += tl.sum(rest * rest, axis=1)
         factor = tl.rsqrt(squares / DIM + NORM.eps)[:, None]
-        left_factor, right_factor, rest_factor = factor, factor, factor
-        if weight is not None:
-            left_factor *= tl.load(weight + column, mask=inside, other=0.0)
-            right_factor *= tl.load(weight + HALF + column, mask=inside, other=0.0)
-            if HAS_REST:
-                rest_factor *= tl.load(weight + 2 * HALF + rest_column, mask=rest_inside, other=0.0)
-        left *= left_factor
-        right *= right_factor
-        if HAS_REST:
-            rest *= rest_factor
-    if bias is not None:
-        left += tl.load(bias + column, mask=inside, other=0.0)
-        right += tl.load(bias + HALF + column, mask=inside, other=0.0)
-        if HAS_REST:
-            rest += tl.load(bias + 2 * HALF + rest_column, mask=rest_inside, other=0.0)
-    return left, right, rest
+    left = _scaled(left, factor, weight, bias, columns[0], inside[0])
+    right = _scaled(right, factor, weight, bias, columns[1], inside[1])
+    return left, right, _scaled(rest, factor, weight, bias, columns[2], inside[2])
 
 
 @triton.jit
-def _prepare(
-    row, start, there, weight, bias, step, cosine, sine, column, rest_column, DIM, HALF, HAS_REST, LAST, CLIP, NORM
-):
+def _prepare(row, there, weight, bias, step, cosine, sine, columns, inside, DIM, LAST, CLIP, NORM):
     """Reads heads [N, DIM], norms and rotates them; returns both halves of what is rotated, and the rest; float32.
 
-    start, there: [N, 1] where each head begins in the row, and which of them exist
-    step:         [N, 1] where the norm weights of each begin
-    cosine:       None if nothing is rotated
+    row, there: [N, 1] where each head begins, and which of them exist
+    step:       [N, 1] where the norm weights of each begin
+    cosine:     None if nothing is rotated
+    columns:    of the three parts, and which of them are inside; None for the rest if there is none
     """
     weight, bias = further(weight, step), further(bias, step)
-    inside = there & (column < HALF)
-    left = _clipped(tl.load(row + start + column, mask=inside, other=0.0).to(tl.float32), CLIP)
-    right = _clipped(tl.load(row + start + HALF + column, mask=inside, other=0.0).to(tl.float32), CLIP)
-    rest = left
-    if HAS_REST:
-        rest_inside = there & (rest_column < DIM - 2 * HALF)
-        rest = _clipped(tl.load(row + start + 2 * HALF + rest_column, mask=rest_inside, other=0.0).to(tl.float32), CLIP)
+    left, right = _loaded(row, there, columns[0], inside[0], CLIP), _loaded(row, there, columns[1], inside[1], CLIP)
+    rest = _loaded(row, there, columns[2], inside[2], CLIP)
     if not LAST:
-        left, right, rest = _norm_heads(left, right, rest, weight, bias, column, rest_column, DIM, HALF, HAS_REST, NORM)
+        left, right, rest = _norm_heads(left, right, rest, weight, bias, columns, inside, DIM, NORM)
     if cosine is not None:
         left, right = left * cosine - right * sine, right * cosine + left * sine
     if LAST:
-        left, right, rest = _norm_heads(left, right, rest, weight, bias, column, rest_column, DIM, HALF, HAS_REST, NORM)
+        left, right, rest = _norm_heads(left, right, rest, weight, bias, columns, inside, DIM, NORM)
     return left, right, rest
-
-
-@triton.jit
-def _store(to, left, right, rest, there, column, rest_column, DIM, HALF, HAS_REST):
-    """Writes heads in three parts to places [N, 1]; bytes are FP8."""
-    inside = there & (column < HALF)
-    if to.dtype.element_ty == tl.uint8:
-        left, right = to_fp8(left), to_fp8(right)
-    tl.store(to + column, left.to(to.dtype.element_ty), mask=inside)
-    tl.store(to + HALF + column, right.to(to.dtype.element_ty), mask=inside)
-    if HAS_REST:
-        if to.dtype.element_ty == tl.uint8:
-            rest = to_fp8(rest)
-        rest_inside = there & (rest_column < DIM - 2 * HALF)
-        tl.store(to + 2 * HALF + rest_column, rest.to(to.dtype.element_ty), mask=rest_inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
@@ -116,10 +108,12 @@ def _prepare_heads_kernel(
     A head is two halves that are rotated together, and the rest. STEP is from one head's norm weights to the next's.
     """
     wait_for_last_launch()
-    HAS_REST: tl.constexpr = DIM > 2 * HALF
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     member, column = tl.arange(0, GROUP_TILE)[:, None], tl.arange(0, HALF_TILE)[None, :]
-    rest_column = tl.arange(0, REST_TILE)[None, :]
+    columns, inside = (column, HALF + column, None), (column < HALF, column < HALF, None)
+    if DIM > 2 * HALF:
+        rest = 2 * HALF + tl.arange(0, REST_TILE)[None, :]
+        columns, inside = (column, HALF + column, rest), (column < HALF, column < HALF, rest < DIM)
     cosine, sine = None, None
     if cosines is not None:
         cosine = tl.load(cosines + token * HALF + column, mask=column < HALF, other=0.0)
@@ -128,15 +122,16 @@ def _prepare_heads_kernel(
 
     there = member < GROUP
     number = head * GROUP + tl.where(there, member, 0)
-    left, right, rest = _prepare(
-        row, number * DIM, there, query_weight, query_bias, number * QUERY_STEP, cosine, sine, column, rest_column, DIM,
-        HALF, HAS_REST, LAST, CLIP, QUERY_NORM,
+    parts = _prepare(
+        row + number * DIM, there, query_weight, query_bias, number * QUERY_STEP, cosine, sine, columns, inside, DIM,
+        LAST, CLIP, QUERY_NORM,
     )  # fmt: skip
+    scale = None
     if scales is not None:
         scale = tl.load(scales + token)
-        left, right, rest = left * scale, right * scale, rest * scale
     to = query + token * (GROUP * KV_HEADS * DIM) + number * DIM
-    _store(to, left, right, rest, there, column, rest_column, DIM, HALF, HAS_REST)
+    for part in tl.static_range(3):
+        _store(to, _scaled(parts[part], scale, None, None, None, None), there, columns[part], inside[part])
 
     if keys is not None:
         slot = tl.load(slots + token).to(tl.int64)
@@ -144,12 +139,12 @@ def _prepare_heads_kernel(
             cell = (slot // BLOCK_SIZE * KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
             one = tl.zeros([1, 1], tl.int64)
             key = one + (GROUP * KV_HEADS + head) * DIM
-            key_left, key_right, key_rest = _prepare(
-                row, key, one == 0, key_weight, key_bias, one + head * KEY_STEP, cosine, sine, column, rest_column, DIM,
-                HALF, HAS_REST, LAST, CLIP, KEY_NORM,
+            key_parts = _prepare(
+                row + key, one == 0, key_weight, key_bias, one + head * KEY_STEP, cosine, sine, columns, inside, DIM,
+                LAST, CLIP, KEY_NORM,
             )  # fmt: skip
-            to_key = keys + one + cell * DIM
-            _store(to_key, key_left, key_right, key_rest, one == 0, column, rest_column, DIM, HALF, HAS_REST)
+            for part in tl.static_range(3):
+                _store(keys + one + cell * DIM, key_parts[part], one == 0, columns[part], inside[part])
             _store_value(
                 row + (GROUP + 1) * KV_HEADS * DIM + head * VALUE_DIM, values + cell * VALUE_DIM, value_weight,
                 value_bias, head * VALUE_STEP, VALUE_DIM, VALUE_TILE, CLIP, VALUE_NORM,
@@ -160,11 +155,8 @@ def _prepare_heads_kernel(
 def _store_value(source, to, weight, bias, step, DIM, TILE, CLIP, NORM):
     column = tl.arange(0, TILE)
     inside = column < DIM
-    x = _clipped(tl.load(source + column, mask=inside, other=0.0).to(tl.float32), CLIP)
-    x = normed(x, inside, step + column, weight, bias, DIM, NORM)
-    if to.dtype.element_ty == tl.uint8:
-        x = to_fp8(x)
-    tl.store(to + column, x.to(to.dtype.element_ty), mask=inside)
+    x = _loaded(source, inside, column, inside, CLIP)
+    _store(to, normed(x, inside, step + column, weight, bias, DIM, NORM), inside, column, inside)
 
 
 def prepare_heads(
