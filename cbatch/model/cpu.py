@@ -182,7 +182,7 @@ class CpuModel(ProgramModel):
             self._grow_rotary_tables(2 * furthest)
         plan = plan_attention(batch, kv_cache.block_size, *self._largest_heads)
         step, state_type = self._step(batch, kv_cache, outputs, plan)
-        types = state_type, step.caches.packed
+        types = state_type, step.caches.whole.packed
         if types not in self._programs:
             self._programs[types] = self._compile(step, state_type)
         return self._programs[types], step

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from cbatch.kernels.cpu.emit import LINE
 from cbatch.kernels.cpu.fast_math import exp, from_float32, tanh, to_float32
 from cbatch.kernels.cpu.jit import entry, inlined, kernel
-from cbatch.kernels.cpu.kv_store import SCALE_BYTES, copy_vector
+from cbatch.kernels.cpu.kv_store import copy_vector
 from cbatch.kernels.cpu.matmul.byte_tile import GROUP, HEADER_BYTES, multiply_byte_tile, round_row
 from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, LANES, MAX_ROWS, Panels, Rows, multiply_tile, prefetch
 from cbatch.kernels.cpu.paged_kv import (
@@ -43,6 +43,7 @@ from cbatch.kernels.cpu.paged_kv import (
 )
 from cbatch.kernels.cpu.softmax import LOG2_E, TILE_TOKENS, softmax_row
 from cbatch.kernels.cpu.work_queue import Worker, claimed, likely_task
+from cbatch.runtime.kv_cache import U8_SCALE_BYTES
 
 _TASKS_PER_THREAD = 8
 """Enough that no thread waits long for the others at the end of a layer's attention."""
@@ -78,8 +79,8 @@ def _list_panels(kv: PagedKV, tile: _Tile, panels: Any) -> None:
             page = (np.int64(table[block]) * kv.heads + head) * size
             at = page + np.int64(offset)
             if itemsize == 1:
-                panels[0, part] = keys + at * (kv.key_dim + SCALE_BYTES)
-                panels[1, part] = panels[2, part] = values + at * (kv.value_dim + SCALE_BYTES)
+                panels[0, part] = keys + at * (kv.key_dim + U8_SCALE_BYTES)
+                panels[1, part] = panels[2, part] = values + at * (kv.value_dim + U8_SCALE_BYTES)
                 prefetch(panels[0, part] + LANES * kv.key_dim)  # scales
                 prefetch(panels[1, part] + LANES * kv.value_dim)
             else:
@@ -113,56 +114,39 @@ def _share_prefetching(run: Any, one: int, other: int, top: int, rows: int) -> N
 
 @inlined
 def _compute_scores(
-    kv: PagedKV, packed: Any, query: Rows, first: int, rows: int, low: int, high: int, now: int,
-    scratch: AttentionWorkspace,
-) -> None:  # fmt: skip
-    """scores [rows, TILE_TOKENS] = query [rows, key_dim] times the keys of a part of a tile.
+    kv: PagedKV, packed: Any, first: int, rows: int, low: int, high: int, now: int, scratch: AttentionWorkspace
+) -> None:
+    """scores [rows, TILE_TOKENS] = queries [rows, key_dim] times the keys of a part of a tile.
 
     first:     of these rows in the task
     low, high: the tokens of the tile that the rows see: from `low`, a multiple of 32
     now:       which of the panels are those of the tile
     """
-    panels, runs, like = scratch.panels[now], scratch.runs, scratch.stored[0, 0]
-    depth = kv.key_dim * scratch.stored.itemsize // 4
+    panels, runs, query = scratch.panels[now], scratch.runs, scratch.query
+    rounded, headers, itemsize = scratch.rounded_query, scratch.query_headers, scratch.stored.itemsize
+    at_once, numbers = (kv.key_dim, 4 // itemsize) if packed is None else (GROUP, 4)
     for left in range(low, high, COLUMNS):
         part = left // LANES
         for i in range(2):
             runs[0, i] = panels[0, part + i]
-        if packed is not None:
-            _compute_rounded_scores(kv, rows, left, first, panels[2, part], panels[2, part + 1], scratch)
-            continue
-        columns = Panels(np.int64(runs.ctypes.data), depth, LINE, depth, LINE)
-        for top in range(0, rows, MAX_ROWS):
-            _share_prefetching(runs[0], panels[2, part], panels[2, part + 1], top, rows)
-            out = Rows(scratch.scores.ctypes.data + (top * TILE_TOKENS + left) * 4, TILE_TOKENS * 4)
-            rows_of_query = Rows(query.address + top * query.stride, query.stride)
-            multiply_tile(kv.microkernel, like, rows_of_query, columns, out, min(MAX_ROWS, rows - top), 0)
-
-
-@kernel
-def _compute_rounded_scores(
-    kv: PagedKV, rows: int, left: int, first: int, one: int, other: int, scratch: AttentionWorkspace
-) -> None:
-    """The same for keys of bytes: of 32 tokens from `left` on, whose panels are the first run.
-
-    one, other: places to prefetch from
-    """
-    query, headers, runs = scratch.rounded_query, scratch.query_headers, scratch.runs
-    stride, header_stride = query.shape[1] * 2, headers.shape[1] * HEADER_BYTES
-    for group in range(0, kv.key_dim, GROUP):
-        steps = min(GROUP, kv.key_dim - group) // 4
-        columns = Panels(np.int64(runs.ctypes.data), steps, LINE, steps, LINE)
-        for top in range(0, rows, MAX_ROWS):
-            _share_prefetching(runs[0], one + group * LANES, other + group * LANES, top, rows)
-            out = Rows(scratch.scores.ctypes.data + (top * TILE_TOKENS + left) * 4, TILE_TOKENS * 4)
-            of_query = Rows(query.ctypes.data + (first + top) * stride + group * 2, stride)
-            place = headers.ctypes.data + (first + top) * header_stride + group // GROUP * HEADER_BYTES
-            of_headers = Rows(place, header_stride)
-            multiply_byte_tile(
-                kv.microkernel, of_query, of_headers, columns, out, min(MAX_ROWS, rows - top), 1 if group else 0
-            )
-        for i in range(2):
-            runs[0, i] += steps * LINE
+        for group in range(0, kv.key_dim, at_once):
+            steps, coming = min(at_once, kv.key_dim - group) // numbers, group * LANES
+            columns = Panels(np.int64(runs.ctypes.data), steps, LINE, steps, LINE)
+            for top in range(0, rows, MAX_ROWS):
+                row, count = first + top, min(MAX_ROWS, rows - top)
+                _share_prefetching(runs[0], panels[2, part] + coming, panels[2, part + 1] + coming, top, rows)
+                out = Rows(scratch.scores.ctypes.data + (top * TILE_TOKENS + left) * 4, TILE_TOKENS * 4)
+                if packed is None:
+                    width = query.shape[1] * query.itemsize
+                    of_query = Rows(query.ctypes.data + row * width, width)
+                    multiply_tile(kv.microkernel, scratch.stored[0, 0], of_query, columns, out, count, 0)
+                else:
+                    width, header = rounded.shape[1] * 2, headers.shape[1] * HEADER_BYTES
+                    of_query = Rows(rounded.ctypes.data + row * width + group * 2, width)
+                    of_headers = Rows(headers.ctypes.data + row * header + group // GROUP * HEADER_BYTES, header)
+                    multiply_byte_tile(kv.microkernel, of_query, of_headers, columns, out, count, 1 if group else 0)
+            for i in range(2):
+                runs[0, i] += steps * LINE
 
 
 @inlined
@@ -273,17 +257,15 @@ def _attend_tile(
     begin: the first of these rows in the task
     now:   which of the panels are those of the tile
     """
-    query, num_rows = scratch.query, len(positions) * group
-    query_stride, state_stride = query.shape[1] * query.itemsize, states.shape[1] * 4
+    num_rows, state_stride = len(positions) * group, states.shape[1] * 4
     for top in range(0, num_rows, BLOCK_ROWS):
         rows = min(BLOCK_ROWS, num_rows - top)
         low = max(0, first_seen(positions[top // group], params) - token) // COLUMNS * COLUMNS
         high = min(TILE_TOKENS, positions[(top + rows - 1) // group] + 1 - token)
         if high <= low:
             continue
-        source = Rows(query.ctypes.data + (begin + top) * query_stride, query_stride)
         target = Rows(states.ctypes.data + (begin + top) * state_stride, state_stride)
-        _compute_scores(kv, kv.packed, source, begin + top, rows, low, high, now, scratch)
+        _compute_scores(kv, kv.packed, begin + top, rows, low, high, now, scratch)
         width = states.shape[1] - 2 * LANES
         _weigh(kv.packed, token, positions, group, top, rows, params, scratch, target, width)
         _accumulate_values(kv, kv.packed, rows, low, high, now, scratch, target)

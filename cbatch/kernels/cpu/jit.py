@@ -313,7 +313,8 @@ def _sources(own: Path) -> str:
 def _kernels() -> bytes:
     """A hash of them."""
     folder = Path(__file__).parent
-    files = [*sorted(folder.rglob("*.py")), folder.parent / "formats.py", Path(compat.__file__)]
+    others = folder.parent / "formats.py", folder.parents[1] / "runtime" / "kv_cache.py", Path(compat.__file__)
+    files = [*sorted(folder.rglob("*.py")), *others]
     return hashlib.blake2b(b"".join(path.read_bytes() for path in files)).digest()
 
 

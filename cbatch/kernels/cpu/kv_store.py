@@ -19,12 +19,10 @@ from numba import types
 from cbatch.kernels.cpu.emit import INT32, LANES, LIKE, LINE, WORDS, Value, emitted
 from cbatch.kernels.cpu.fast_math import TO_INTEGER, bits_of, from_bits, from_float32, to_float32
 from cbatch.kernels.cpu.jit import by_types, entry, kernel, view_as
-from cbatch.kernels.cpu.matmul.byte_tile import OFFSET
 from cbatch.kernels.cpu.matmul.microkernel import prefetch_to_write
 from cbatch.kernels.cpu.paged_kv import AttentionPlan, PagedKV
 from cbatch.kernels.cpu.work_queue import Worker, claimed
-
-SCALE_BYTES = 4
+from cbatch.runtime.kv_cache import U8_OFFSET, U8_SCALE_BYTES
 
 _WORD = 4
 _SMALLEST = np.float32(1e-30)
@@ -53,7 +51,7 @@ def round_to_bytes(numbers: Any, row: Any) -> Any:
     else:
         inverse = np.float32(127) / largest
     for i in range(len(numbers)):
-        row[i] = np.uint8(bits_of(_fma(to_float32(numbers[i]), inverse, TO_INTEGER)) + np.uint32(OFFSET))
+        row[i] = np.uint8(bits_of(_fma(to_float32(numbers[i]), inverse, TO_INTEGER)) + np.uint32(U8_OFFSET))
     return scale
 
 
@@ -148,7 +146,7 @@ def _panel_of(kv: PagedKV, cache: Any, dim: int, itemsize: int, page: int, offse
     """The address of the panel of a token, 16 tokens times `width` numbers beside those of others."""
     address = np.int64(cache.ctypes.data)
     if itemsize == 1:
-        return address + (page * kv.block_size + offset) // LANES * LANES * (dim + SCALE_BYTES)
+        return address + (page * kv.block_size + offset) // LANES * LANES * (dim + U8_SCALE_BYTES)
     return address + page * kv.block_size * dim * itemsize + offset // LANES * LANES * width * itemsize
 
 
@@ -158,7 +156,7 @@ def _round_rows(source: Any, first: int, count: int, column: int, dim: int, rows
     for i in range(count):
         scale = _round_row(source[first + i, column : column + dim], rows[i])
         if rows.itemsize == 1:
-            _write_float(scale, scales + i * SCALE_BYTES)
+            _write_float(scale, scales + i * U8_SCALE_BYTES)
 
 
 @kernel
@@ -177,7 +175,7 @@ def _store_rows(
             place, count = offset % LANES, LANES if is_panel else 1
             panel = _panel_of(kv, kv.keys, key_dim, itemsize, page, offset, key_dim)
             column = key_column + head * key_dim
-            _round_rows(keys, row, count, column, key_dim, rows, panel + LANES * key_dim + place * SCALE_BYTES)
+            _round_rows(keys, row, count, column, key_dim, rows, panel + LANES * key_dim + place * U8_SCALE_BYTES)
             if is_panel:
                 whole = words // LANES * LANES
                 for word in range(0, whole, LANES):
@@ -189,7 +187,7 @@ def _store_rows(
                 _spread_words(source, panel + place * _WORD, words)
             panel = _panel_of(kv, kv.values, value_dim, itemsize, page, offset, LANES)
             column = value_column + head * value_dim
-            _round_rows(values, row, count, column, value_dim, rows, panel + LANES * value_dim + place * SCALE_BYTES)
+            _round_rows(values, row, count, column, value_dim, rows, panel + LANES * value_dim + place * U8_SCALE_BYTES)
             for part in range(value_dim // LANES):
                 at, target = source + part * LANES * itemsize, panel + part * value_stride
                 target += place // per_word * LANES * _WORD

@@ -69,27 +69,20 @@ class PagedKV(NamedTuple):
 class PagedCaches(NamedTuple):
     """The caches of all layers.
 
-    keys, values: flat, the bytes of one layer after those of the one before
-    itemsize:     bytes of a number; `packed` as in `PagedKV`
-    layout:       [layers, 5] int64: at which bytes the keys and the values of a layer begin, its heads, key_dim and
-                  value_dim
+    whole:  the first one's, with the bytes of all: those of a layer after those of the one before
+    layout: [layers, 5] int64: at which bytes the keys and the values of a layer begin, its heads, key_dim and value_dim
     """
 
-    microkernel: int
-    keys: NDArray[np.uint8]
-    values: NDArray[np.uint8]
-    itemsize: int
-    packed: Literal[True] | None
+    whole: PagedKV
     layout: NDArray[np.int64]
-    block_size: int
 
 
 @kernel
 def kv_of_layer(caches: PagedCaches, layer: int) -> PagedKV:
-    keys, values, heads, key_dim, value_dim = caches.layout[layer]
+    whole, (keys, values, heads, key_dim, value_dim) = caches.whole, caches.layout[layer]
     return PagedKV(
-        caches.microkernel, caches.keys[keys:], caches.values[values:], caches.itemsize, caches.packed, heads,
-        key_dim, value_dim, caches.block_size,
+        whole.microkernel, whole.keys[keys:], whole.values[values:], whole.itemsize, whole.packed, heads, key_dim,
+        value_dim, whole.block_size,
     )  # fmt: skip
 
 

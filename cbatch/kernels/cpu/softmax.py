@@ -30,8 +30,8 @@ from cbatch.kernels.cpu.emit import (
     load_floats,
 )
 from cbatch.kernels.cpu.instruction_sets import CHOSEN
-from cbatch.kernels.cpu.matmul.byte_tile import OFFSET
 from cbatch.kernels.cpu.rounding import IN_QUADS, MOST_SHORT, rounded
+from cbatch.runtime.kv_cache import U8_OFFSET
 
 TILE_TOKENS = 128
 """Tokens whose scores go through the online softmax at once."""
@@ -162,4 +162,4 @@ def softmax_row(
         for part, integers in enumerate(found):
             (weights + part * LANES * 2).write(integers.shuffle(IN_QUADS).to("trunc", SHORTS))
         scales[2].write(unit)
-        (scales[2] + 4).write(sum_of_integers * -OFFSET)
+        (scales[2] + 4).write(sum_of_integers * -U8_OFFSET)

@@ -69,14 +69,13 @@ def paged_kv_of(keys: Tensor, values: Tensor, element: np.dtype[Any]) -> PagedKV
 def paged_caches_of(kv_cache: KVCache, element: np.dtype[Any]) -> PagedCaches:
     """The caches of all layers; see `paged_kv_of`. Raises ValueError if they do not lie in one tensor."""
     if not kv_cache.keys:
-        none, layout = np.empty(0, np.uint8), np.empty((0, 5), np.int64)
-        size = element.itemsize
-        return PagedCaches(microkernel_address(element), none, none, size, None, layout, kv_cache.block_size)
+        none, size = np.empty(0, np.uint8), kv_cache.block_size
+        nothing = PagedKV(microkernel_address(element), none, none, element.itemsize, None, 0, 0, 0, size)
+        return PagedCaches(nothing, np.empty((0, 5), np.int64))
     if kv_cache.flat is None:
         raise ValueError("The layers' caches must lie in one tensor.")
     layers = [paged_kv_of(keys, values, element) for keys, values in zip(kv_cache.keys, kv_cache.values, strict=True)]
     starts = [[0, *accumulate(len(getattr(kv, part)) for kv in layers)] for part in ("keys", "values")]
     rows = [(key, value, kv.heads, kv.key_dim, kv.value_dim) for key, value, kv in zip(*starts, layers, strict=False)]
     keys, values = (as_array(flat).view(np.uint8) for flat in kv_cache.flat)
-    first, layout = layers[0], np.array(rows, np.int64)
-    return PagedCaches(first.microkernel, keys, values, first.itemsize, first.packed, layout, first.block_size)
+    return PagedCaches(layers[0]._replace(keys=keys, values=values), np.array(rows, np.int64))

@@ -50,15 +50,13 @@ from cbatch.kernels.cpu.matmul.microkernel import (
     repeated_rows,
 )
 from cbatch.kernels.cpu.rounding import MOST_SHORT, SMALLEST
+from cbatch.runtime.kv_cache import U8_OFFSET
 
 GROUP = 256
 """Numbers of a row whose products are summed as integers."""
 
-OFFSET = 128
-"""How much larger a byte is than what it means."""
-
 HEADER_BYTES = 8
-"""Of a row: its unit in float32, and minus OFFSET times the sum of its integers in int32."""
+"""Of a row: its unit in float32, and minus U8_OFFSET times the sum of its integers in int32."""
 
 _BITS_OF_ZERO = TO_INTEGER.view(np.int32)
 _MOST, _SMALLEST = np.float32(MOST_SHORT), np.float32(SMALLEST)
@@ -175,4 +173,4 @@ def round_row(row: Any, integers: Any, header: Any) -> None:
         total += integer
     for quad in range(0, len(row), 4):
         integers[quad + 1], integers[quad + 2] = integers[quad + 2], integers[quad + 1]
-    header[0], header[1] = np.int32(bits_of(unit)), np.int32(-OFFSET) * total
+    header[0], header[1] = np.int32(bits_of(unit)), np.int32(-U8_OFFSET) * total

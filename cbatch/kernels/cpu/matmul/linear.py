@@ -21,10 +21,10 @@ from cbatch.kernels.cpu.matmul.microkernel import (
     LANES,
     MAX_ROWS,
     Ahead,
-    Panels,
     Rows,
     microkernel_address,
     multiply_tile,
+    panels_of_tile,
     prefetch_ahead,
     prefetch_to_write,
 )
@@ -212,11 +212,8 @@ def _multiply(
     if is_quantized(kind):
         multiply_quantized(microkernel, left, place, -(-depth // group_size(kind)), ahead, out, count, add)
         return
-    panels, pair = workspace.panels[thread], 1 if kind == FLOAT32 else 2
-    panels[0], panels[1] = place, place + 4 * LANES
-    panels[2], panels[3] = place + ahead.start, place + ahead.start + ahead.second
-    steps = depth // pair
-    columns = Panels(panels.ctypes.data, steps, 4 * COLUMNS, steps, ahead.stride)
+    steps = depth // (1 if kind == FLOAT32 else 2)
+    columns = panels_of_tile(workspace.panels[thread], place, steps, ahead)
     multiply_tile(microkernel, a[0, 0], left, columns, out, count, add)
 
 

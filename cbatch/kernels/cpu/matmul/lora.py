@@ -15,7 +15,7 @@ from cbatch.kernels.cpu.activation import ActivationParams
 from cbatch.kernels.cpu.fast_math import to_float32
 from cbatch.kernels.cpu.jit import kernel
 from cbatch.kernels.cpu.matmul.linear import GATED, LinearWorkspace, write_tile
-from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, LANES, Panels, Rows, multiply_tile, prefetch_ahead
+from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, LANES, Rows, multiply_tile, panels_of_tile, prefetch_ahead
 from cbatch.kernels.cpu.work_queue import Worker, claimed
 
 _TILES_PER_TASK = 8
@@ -60,11 +60,8 @@ NO_LORA = LoraStep(
 @kernel
 def _multiply(lora: LoraStep, thread: int, left: Rows, place: int, depth: int, out: Rows, count: int) -> None:
     """out [count, 32] = left [count, depth] times the tile at a place of the weights."""
-    panels, ahead = lora.panels[thread], prefetch_ahead(4 * COLUMNS, depth, 0, 1)
-    tile = np.int64(lora.weights.ctypes.data) + 4 * place
-    panels[0], panels[1] = tile, tile + 4 * LANES
-    panels[2], panels[3] = tile + ahead.start, tile + ahead.start + ahead.second
-    columns = Panels(np.int64(panels.ctypes.data), depth, 4 * COLUMNS, depth, ahead.stride)
+    tile, ahead = np.int64(lora.weights.ctypes.data) + 4 * place, prefetch_ahead(4 * COLUMNS, depth, 0, 1)
+    columns = panels_of_tile(lora.panels[thread], tile, depth, ahead)
     multiply_tile(lora.microkernel, lora.weights[0], left, columns, out, count, 0)
 
 

@@ -126,6 +126,14 @@ def prefetch_ahead(step_bytes: int, steps: int, number: int, passes: int) -> Ahe
     return Ahead((step_bytes + number * stride) * steps, stride, 0)
 
 
+@kernel
+def panels_of_tile(table: Any, place: Any, steps: int, ahead: Ahead) -> Panels:
+    """The panels of a tile, which lie in one run.  table: [4] int64 memory, place: the address of the tile"""
+    table[0], table[1] = place, place + 4 * LANES
+    table[2], table[3] = place + ahead.start, place + ahead.start + ahead.second
+    return Panels(np.int64(table.ctypes.data), steps, 4 * COLUMNS, steps, ahead.stride)
+
+
 def left_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The type of left-hand rows for panels of float32 or uint16 (bfloat16)."""
     return dtype if CHOSEN.bfloat16 else np.dtype(np.float32)
