@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from cbatch.batch.driver import ReplicaStatus
+from cbatch.cli.bench import comparison, skew
 from cbatch.cli.bench.command import bench
 from cbatch.cli.bench.comparison import Result, run_figures
 from cbatch.cli.bench.load import Capacity, Rounds, report_of
 from cbatch.cli.bench.options import BenchOptions
-from cbatch.cli.bench.page import Report
+from cbatch.cli.bench.page import Page
 from cbatch.cli.bench.recorder import ExampleStep, RecordedChunk, RecordedRequest, RecordedStep, RunRecord, TokenKind
 from cbatch.cli.bench.skew import REAL_WORK, gain_of, point_of
 from cbatch.cli.bench.users import LoadResult, Scenario, TimedAnswer
@@ -103,7 +104,7 @@ def result_of(name: str, title: str, figures: dict[str, Any]) -> Result:
     return {"strategy": name, "title": title, **figures, **judged}
 
 
-def make_comparison(*kinds: str) -> Report:
+def make_comparison(*kinds: str) -> Page:
     """Static batches and continuous batching, with what these kinds of reports have beside them."""
     records = both()
     techniques: dict[str, Any] = {}
@@ -117,6 +118,8 @@ def make_comparison(*kinds: str) -> Report:
         result_of(names.get(title, "no-technique"), title, run_figures(record, WORK))
         for title, record in records.items()
     ]
+    if "drafts" in kinds:
+        records["with drafts"] = drafting_record()
     if "peers" in kinds:
         peer = {"elapsed_s": 55.0, "output_tokens_per_s": 6 / 55, "attention": "sdpa"}
         results.append(result_of("transformers-generate", "transformers-generate", peer))
@@ -139,19 +142,21 @@ def make_comparison(*kinds: str) -> Report:
         "roofline": roofline | {"assumed": ["The model does not tell its width."]},
         "gain": gain_of(records["static batches"], records["continuous"], WORK),
     }
-    return Report(data | techniques, records)
+    return comparison.page_of(
+        data | techniques, records | ({"with drafts": drafting_record()} if "drafts" in kinds else {})
+    )
 
 
-def make_curve() -> Report:
+def make_curve() -> Page:
     """Equal lengths, which gain nothing, and a skew of 1."""
 
-    def point(skew: float, measured: float) -> dict[str, Any]:
+    def point(size: float, measured: float) -> dict[str, Any]:
         gain = {"measured": measured, "slots": measured, "padding": 1.1, "tail": 0.9, "step_time": 1.0}
         gain |= {"expected": {"by_steps": 1.2 * measured, "by_tokens": 1.1 * measured}}
-        return point_of(skew, 100, [{"static_s": measured, "continuous_s": 1.0, "gain": gain}])
+        return point_of(size, 100, [{"static_s": measured, "continuous_s": 1.0, "gain": gain}])
 
     work = {"requests": 192, "mean_input_tokens": 24, "mean_output_tokens": 32, "slots": 8, "rounds": 1, "seed": 7}
-    return Report(ABOUT | {"work": work, "points": [point(0, 1.0), point(1, 3.0)], "real_work": REAL_WORK})
+    return skew.page_of(ABOUT | {"work": work, "points": [point(0, 1.0), point(1, 3.0)], "real_work": REAL_WORK})
 
 
 def make_load(users: int, missing: int = 0) -> LoadResult:
@@ -170,18 +175,18 @@ def make_load(users: int, missing: int = 0) -> LoadResult:
     return LoadResult(figures, timed)
 
 
-def load_report(asked_for: int, rounds: Rounds, capacity: Capacity | None = None) -> Report:
+def load_report(asked_for: int, rounds: Rounds, capacity: Capacity | None = None) -> Page:
     lengths = LengthDistribution(16, 64)
     scenario = Scenario(asked_for, 4.0, 20.0, 2.0, lengths, lengths, 100, 1000)
     return report_of(ABOUT, bench_options("--users", str(asked_for), "--slo-tps", "10"), scenario, rounds, capacity)
 
 
-def make_one_load(users: int = 5, asked_for: int = 9) -> Report:
+def make_one_load(users: int = 5, asked_for: int = 9) -> Page:
     """One load, of which only so many users came."""
     return load_report(asked_for, {asked_for: [make_load(users, asked_for - users)]})
 
 
-def make_search(*users: int, capacity: int = 0, rounds: int = 1) -> Report:
+def make_search(*users: int, capacity: int = 0, rounds: int = 1) -> Page:
     """Loads with these numbers of users; in a second round, each is served as if there was one fewer."""
     runs = {count: [make_load(count), make_load(max(count - 1, 1))][:rounds] for count in users}
     return load_report(max(users), runs, Capacity(capacity))

@@ -51,14 +51,11 @@ def _other_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _measure(options: BenchOptions) -> None:
     from cbatch.cli.bench import comparison, load, skew
-    from cbatch.cli.bench.page import draw, write_files
 
-    kind: Any = skew if options.is_curve else load if options.is_load else comparison
-    report = kind.measure(options, (lambda text: None) if options.is_silent else notice)
-    pictures = draw(kind.charts(report)) if options.plot or options.report else {}
-    page = kind.page_of(report, pictures)
+    kind = skew if options.is_curve else load if options.is_load else comparison
+    page = kind.measure(options, (lambda text: None) if options.is_silent else notice)
     if options.json:
-        emit(json.dumps(report.data, indent=2))
+        emit(json.dumps(page.data, indent=2))
     else:
         page.print()
-    write_files(page, pictures, options.plot, options.report)
+    page.write(options.plot, options.report)

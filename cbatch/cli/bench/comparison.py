@@ -24,8 +24,11 @@ from cbatch.batch.row import Row
 from cbatch.batch.writer import RowWriter, run_stream
 from cbatch.cli.bench import units
 from cbatch.cli.bench.options import BenchOptions
-from cbatch.cli.bench.page import Charts, Detail, KeyFigure, Page, Picture, Report, Table
+from cbatch.cli.bench.page import Detail, KeyFigure, Page, Picture, Table
 from cbatch.cli.bench.peers import PeerError, PeerSetup, run_peer
+from cbatch.cli.bench.pictures.curves import plot_speed
+from cbatch.cli.bench.pictures.slots import plot_speculation, plot_timeline, plot_utilisation
+from cbatch.cli.bench.pictures.step import plot_step
 from cbatch.cli.bench.recorder import TOKEN_KINDS, RunRecord, count_drafts
 from cbatch.cli.bench.roofline import ModelCost, describe, measure_rates, roofline_bound
 from cbatch.cli.bench.skew import gain_of, gain_sentence
@@ -61,11 +64,8 @@ class MeasuredRun(NamedTuple):
     record: RunRecord | None = None
 
 
-def measure(options: BenchOptions, on_progress: OnProgress) -> Report:
-    """Runs all strategies and peers, and measures what two techniques are worth. Raises ConfigError.
-
-    The runs of the report are the median ones of the strategies, by their titles.
-    """
+def measure(options: BenchOptions, on_progress: OnProgress) -> Page:
+    """Runs all strategies and peers, and measures what two techniques are worth. Raises ConfigError."""
     with open_engine(options.engine, quiet=options.is_silent) as engine:
         about, limits, device = describe(engine), engine.limits, engine.device
         work = options.make_workload(engine, next(iter(options.skew), None))
@@ -127,7 +127,7 @@ def measure(options: BenchOptions, on_progress: OnProgress) -> Report:
     static, continuous = records.get("static batches"), records.get("continuous")
     if static is not None and continuous is not None:
         data["gain"] = gain_of(static, continuous, work)
-    return Report(data | ({"techniques": techniques} if techniques else {}), records)
+    return page_of(data | ({"techniques": techniques} if techniques else {}), records)
 
 
 def _in_rounds(rounds: int, name: str, run: Callable[[], MeasuredRun], on_progress: OnProgress) -> list[MeasuredRun]:
@@ -240,39 +240,11 @@ def run_work(driver: BatchDriver, work: Workload) -> MeasuredRun:
     return MeasuredRun(outputs, figures)
 
 
-def charts(report: Report) -> Charts:
-    """All pictures that there is data for.
-
-    The step is of the last of `side_by_side`.
-    """
-    from cbatch.cli.bench.pictures.curves import plot_speed
-    from cbatch.cli.bench.pictures.slots import plot_speculation, plot_timeline, plot_utilisation
-    from cbatch.cli.bench.pictures.step import plot_step
-
-    records, done, pair = report.runs, done_of(report), side_by_side(report.runs)
-    found: dict[str, Any] = {}
-    if pair:
-        found["timeline"] = partial(plot_timeline, pair)
-    if records:
-        others = {one["title"]: one["elapsed_s"] for one in done if one["title"] not in records}
-        found["utilisation"] = partial(plot_utilisation, records, others)
-    if done:
-        found["speed"] = partial(plot_speed, done)
-    if pair and (record := list(pair.values())[-1]).example is not None:
-        found["step"] = partial(plot_step, record, record.example)
-    if drafted := [record for record in records.values() if count_drafts(record.steps)[0]]:
-        found["speculation"] = partial(plot_speculation, drafted[0])
-    return found
-
-
-def done_of(report: Report) -> list[Result]:
-    """All results but the peers that failed."""
-    return [one for one in report.data["strategies"] if "error" not in one]
-
-
-def page_of(report: Report, pictures: Mapping[str, Picture]) -> Page:
-    data, work, rounds = report.data, report.data["work"], report.data["work"]["rounds"]
-    subject, baseline = _rivals(report)
+def page_of(data: dict[str, Any], records: Mapping[str, RunRecord]) -> Page:
+    """data: the object that `--json` prints; records: the median runs of the strategies, by their titles"""
+    work, rounds = data["work"], data["work"]["rounds"]
+    done, pair = [one for one in data["strategies"] if "error" not in one], side_by_side(records)
+    subject, baseline = _rivals(done, records)
     if baseline is None:
         headline = f"{_in_words(subject)}: {units.number(subject['output_tokens_per_s'])} output tokens a second"
     else:
@@ -284,8 +256,8 @@ def page_of(report: Report, pictures: Mapping[str, Picture]) -> Page:
     return Page(
         data=data,
         headline=headline[:1].upper() + headline[1:],
-        figures=_figures(report, subject, baseline),
-        picture=pictures.get("timeline"),
+        figures=_figures(records, subject, baseline),
+        picture=Picture("timeline", partial(plot_timeline, pair)) if pair else None,
         table=strategy_table(data["strategies"], subject),
         facts=(
             f"{work['requests']:,} requests ({work['source']}), {work['prompt_tokens']:,} prompt and "
@@ -299,19 +271,19 @@ def page_of(report: Report, pictures: Mapping[str, Picture]) -> Page:
             *([gain_sentence(data["gain"])] if "gain" in data else []),
             *(f"{one['title']}: {one['error']}" for one in data["strategies"] if "error" in one),
         ],
-        details=_details(report, pictures),
-        drawing=draw_timeline(side_by_side(report.runs), width),
+        details=_details(data, done, records),
+        lines=draw_timeline(pair, width),
     )
 
 
-def _rivals(report: Report) -> tuple[Result, Result | None]:
+def _rivals(results: Sequence[Result], records: Mapping[str, RunRecord]) -> tuple[Result, Result | None]:
     """The subject of the page, and what it is compared with.
 
     The subject is replicas if there are any, or continuous batching, or the last of our own ways. Its rival is static
     batches, or the first of the others; that of replicas is one engine.
     """
-    done = {one["strategy"]: one for one in done_of(report)}
-    ours = [one for one in done.values() if one["title"] in report.runs] or list(done.values())[:1]
+    done = {one["strategy"]: one for one in results}
+    ours = [one for one in results if one["title"] in records] or list(done.values())[:1]
     subject = done.get("replicas") or done.get("continuous") or ours[-1]
     rival = "continuous" if "replicas" in done else "static"
     others = [done[name] for name in (rival, "static", *done) if name in done and done[name] is not subject]
@@ -323,9 +295,9 @@ def _in_words(result: Result) -> str:
     return {"one by one": "one request at a time", "continuous": "continuous batching"}.get(title, title)
 
 
-def _figures(report: Report, subject: Result, baseline: Result | None) -> list[KeyFigure]:
+def _figures(records: Mapping[str, RunRecord], subject: Result, baseline: Result | None) -> list[KeyFigure]:
     """Three figures, each beside that of the baseline; peers have fewer, for nobody sees their steps."""
-    useful = {title: units.share(time_shares(record)["useful"]) for title, record in report.runs.items()}
+    useful = {title: units.share(time_shares(record)["useful"]) for title, record in records.items()}
     figures: dict[str, Callable[[Result], str | None]] = {
         "output tokens a second": lambda one: units.number(one["output_tokens_per_s"]),
         "of the slots’ time is useful work": lambda one: useful.get(one["title"]),
@@ -417,8 +389,12 @@ def waste_table(runs: Sequence[Result]) -> Table:
     return _table(columns, [{**one, **words} for one, words in zip(runs, more, strict=True)])
 
 
-def _details(report: Report, pictures: Mapping[str, Picture]) -> list[Detail]:
-    done, techniques, roofline = done_of(report), report.data.get("techniques", {}), report.data["roofline"]
+def _details(data: Mapping[str, Any], done: Sequence[Result], records: Mapping[str, RunRecord]) -> list[Detail]:
+    """The step that is drawn is of the last of `side_by_side`."""
+    techniques, roofline = data.get("techniques", {}), data["roofline"]
+    others = {one["title"]: one["elapsed_s"] for one in done if one["title"] not in records}
+    examples = [partial(plot_step, one, one.example) for one in side_by_side(records).values() if one.example]
+    drafted = [record for record in records.values() if count_drafts(record.steps)[0]]
     memory = [
         one | {"memory": format_bytes(one["peak_bytes"]), "time": units.duration(one["elapsed_s"])}
         for one in techniques.get("prompt_memory", ())
@@ -443,11 +419,14 @@ def _details(report: Report, pictures: Mapping[str, Picture]) -> list[Detail]:
         Detail("The roofline", [allows, *roofline["assumed"]]),
         Detail(
             "What the slots did",
-            [pictures.get("utilisation"), waste_table([one for one in done if one["title"] in report.runs])],
+            [
+                Picture("utilisation", partial(plot_utilisation, records, others)) if records else None,
+                waste_table([one for one in done if one["title"] in records]),
+            ],
         ),
-        Detail("Speed and latency", [pictures.get("speed")]),
-        Detail("One step of the engine", [pictures.get("step")]),
-        Detail("Drafts", [pictures.get("speculation")]),
+        Detail("Speed and latency", [Picture("speed", partial(plot_speed, done))]),
+        Detail("One step of the engine", [Picture("step", draw) for draw in examples[-1:]]),
+        Detail("Drafts", [Picture("speculation", partial(plot_speculation, one)) for one in drafted[:1]]),
         Detail("Replicas", [_table(REPLICA, [one for result in done for one in result.get("replicas", ())])]),
         Detail("Memory of a long prompt", [_table(PROMPT, memory)]),
         Detail("Time of one more token", [_table(COST, costs)]),

@@ -12,7 +12,8 @@ from cbatch.base.errors import ConfigError
 from cbatch.base.units import format_count
 from cbatch.cli.bench import units
 from cbatch.cli.bench.options import BenchOptions
-from cbatch.cli.bench.page import Charts, Detail, KeyFigure, Page, Picture, Report, Table
+from cbatch.cli.bench.page import Detail, KeyFigure, Page, Picture, Table
+from cbatch.cli.bench.pictures.curves import plot_load, plot_users
 from cbatch.cli.bench.roofline import describe
 from cbatch.cli.bench.strategies import OnProgress
 from cbatch.cli.bench.users import SLO, Clock, LoadResult, Scenario, run_load
@@ -81,7 +82,7 @@ def expected_arrivals(scenario: Scenario) -> str:
     )
 
 
-def measure(options: BenchOptions, on_progress: OnProgress) -> Report:
+def measure(options: BenchOptions, on_progress: OnProgress) -> Page:
     """Runs the load, with one or several numbers of users, or searches for the most of them. Raises ConfigError.
 
     Every round has prompts, pauses and times of arrival of its own; rounds of several numbers of users take turns.
@@ -130,7 +131,7 @@ def measure(options: BenchOptions, on_progress: OnProgress) -> Report:
 
 def report_of(
     about: Mapping[str, Any], options: BenchOptions, scenario: Scenario, rounds: Rounds, capacity: Capacity | None
-) -> Report:
+) -> Page:
     """The figures of all rounds.  capacity: None for one load"""
     runs = medians(rounds)
     data = {**about, "load": next(iter(runs.values())).figures}
@@ -156,7 +157,7 @@ def report_of(
         for users, same in rounds.items()
         for number, run in enumerate(same)
     ]
-    return Report(data | {"remarks": remarks(scenario, rounds, is_search=capacity is not None)}, rounds)
+    return page_of(data | {"remarks": remarks(scenario, rounds, is_search=capacity is not None)}, rounds)
 
 
 def run_rounds(
@@ -207,19 +208,15 @@ def find_capacity(measure: Callable[[int], LoadResult], *, most: int = 4096, pre
     return Capacity(good, is_limit)
 
 
-def charts(report: Report) -> Charts:
-    """A picture over the number of users after a search, over time otherwise. Says on stderr why there is none."""
-    from cbatch.cli.bench.pictures.curves import plot_load, plot_users
-
-    runs = medians(report.runs)
-    if "points" in report.data:
-        judged = {users: [run.figures for run in report.runs[users] if _is_judged(run.figures)] for users in runs}
-        if judged := {users: same for users, same in judged.items() if same}:
-            return {"load": partial(plot_load, judged, report.data["work"], report.data["capacity_users"])}
-    elif any(answer.ttft_s is not None for answer in next(iter(runs.values())).timed):
-        return {"users": partial(plot_users, next(iter(runs.values())), report.data["work"])}
-    notice("there is no picture, because no answer came that could be judged; use a longer --duration")
-    return {}
+def picture_of(data: Mapping[str, Any], rounds: Rounds) -> Picture | None:
+    """A picture over the number of users after a search, over time otherwise; none if nothing can be judged."""
+    if "points" in data:
+        judged = {users: [run.figures for run in rounds[users] if _is_judged(run.figures)] for users in sorted(rounds)}
+        judged = {users: same for users, same in judged.items() if same}
+        return Picture("load", partial(plot_load, judged, data["work"], data["capacity_users"])) if judged else None
+    (run,) = medians(rounds).values()
+    has_times = any(answer.ttft_s is not None for answer in run.timed)
+    return Picture("users", partial(plot_users, run, data["work"])) if has_times else None
 
 
 def _is_judged(run: Mapping[str, Any]) -> bool:
@@ -227,9 +224,9 @@ def _is_judged(run: Mapping[str, Any]) -> bool:
     return run["users_served_share"] is not None and run["ttft_s"]["p50"] is not None and bool(run["tpot_s"]["p50"])
 
 
-def page_of(report: Report, pictures: Mapping[str, Picture]) -> Page:
-    data, work = report.data, report.data["work"]
-    runs = {users: run.figures for users, run in medians(report.runs).items()}
+def page_of(data: dict[str, Any], rounds: Rounds) -> Page:
+    """data: the object that `--json` prints"""
+    work, runs = data["work"], {users: run.figures for users, run in medians(rounds).items()}
     first, tps = units.round_duration(work["slo_ttft_s"]), units.plain(work["slo_tps"])
     objective = f"a first token within {first} and {tps} tokens/s"
     lasts, think = units.round_duration(work["duration_s"]), units.round_duration(work["think_s"])
@@ -251,7 +248,7 @@ def page_of(report: Report, pictures: Mapping[str, Picture]) -> Page:
         headline = format_count(shown["users"], "user")
         headline += " came, and none of their answers could be judged" if served is None else found
         method = f"{work['rate']:g} users come a second on average, for {lasts}."
-    every = [(users, run.figures) for users, same in sorted(report.runs.items()) for run in same]
+    every = [(users, run.figures) for users, same in sorted(rounds.items()) for run in same]
     half, most_wait = (units.duration(shown["ttft_s"][name]) for name in ("p50", "p99"))
     speed, slow = (_speed(shown["tpot_s"][name]) for name in ("p50", "p90"))
     rate, came = units.number(shown["output_tokens_per_s"]), format_count(shown["users"], "user")
@@ -263,7 +260,7 @@ def page_of(report: Report, pictures: Mapping[str, Picture]) -> Page:
             KeyFigure(speed, "tokens a second for a user (median)", f"90% get {slow} or more"),
             KeyFigure(rate, "tokens a second for all", came),
         ],
-        picture=next(iter(pictures.values()), None),
+        picture=picture_of(data, rounds),
         table=load_table(runs.items(), strong),
         facts=(
             f"questions of {work['input_len']} and answers of {work['output_len']} tokens, "

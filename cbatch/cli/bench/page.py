@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from cbatch.base.errors import ConfigError
 from cbatch.base.units import format_count, word_for
+from cbatch.cli.bench.pictures.style import Drawing, adaptive_variant, dark_variant, drawing_of
 from cbatch.cli.bench.units import NOTHING
 from cbatch.cli.common.configured_command import command_line
 from cbatch.cli.common.console import emit, notice, safe
@@ -22,31 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class Report(NamedTuple):
-    """The measurement: the object that `--json` prints, and the runs that pictures need beside it, by name."""
-
-    data: dict[str, Any]
-    runs: Any = None
-
-
-Charts = Mapping[str, Callable[[], "Figure"]]
-"""Functions that draw pictures, by the stems of their files."""
-
 PIXELS_PER_POINT = 4 / 3
-
-ALTS = {
-    "timeline": "One lane for each slot over time: what it computed, for which request, and when it was empty.",
-    "utilisation": "Share of the slots that compute over time, by kind of work, for each strategy.",
-    "speed": "Output tokens a second, time to the first token and time of further tokens, for each strategy.",
-    "step": "One step: the tokens of all requests in one line, what each attends to, and the cache blocks read.",
-    "speculation": "Tokens of some requests in each step: their own, accepted and rejected drafts.",
-    "load": "Time to the first token, speed of a user and share of users within the objective, by number of users.",
-    "users": "Users who have come, time to the first token and speed of each answer, over time.",
-    "skew": (
-        "Gain of continuous over static batches by the skew of lengths, measured and by arithmetic, and its factors."
-    ),
-}
-"""Descriptions of pictures, by the stems of their files."""
 
 
 class KeyFigure(NamedTuple):
@@ -89,30 +67,27 @@ class Table:
         return "\n".join([first, f"|{'|'.join(rule)}|", *others])
 
 
-class Picture(NamedTuple):
-    """A picture as SVG text in light colours. `alt` says in words what it shows."""
+@dataclass(frozen=True)
+class Picture:
+    """A picture, which is drawn when a file is to show it.  name: the stem of its files"""
 
-    alt: str
-    svg: str
+    name: str
+    draw: Callable[[], Figure]
+
+    @cached_property
+    def drawing(self) -> Drawing:
+        return drawing_of(self.draw, self.name)
 
     @property
     def source(self) -> str:
         """As an address. The content of an image cannot run or load anything."""
-        from cbatch.cli.bench.pictures.style import adaptive_variant
-
-        return f"data:image/svg+xml;base64,{base64.b64encode(adaptive_variant(self.svg).encode()).decode()}"
+        return f"data:image/svg+xml;base64,{base64.b64encode(adaptive_variant(self.drawing.svg).encode()).decode()}"
 
     @property
     def width(self) -> int:
         """Of its natural size, in pixels."""
-        found = re.search(r'viewBox="0 0 ([\d.]+) ', self.svg)
+        found = re.search(r'viewBox="0 0 ([\d.]+) ', self.drawing.svg)
         return round(float(found[1]) * PIXELS_PER_POINT) if found else 0
-
-
-def draw(charts: Charts) -> dict[str, Picture]:
-    from cbatch.cli.bench.pictures.style import svg_texts
-
-    return {name: Picture(ALTS[name], svg) for name, svg in svg_texts(charts).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +111,10 @@ class Page:
     facts:   what was measured: the work in a sentence
     method:  how it was measured, in sentences
     remarks: below the table
-    drawing: what a terminal shows of a picture, in characters
+    lines:   what a terminal shows of a picture, in characters
     """
 
-    data: Mapping[str, Any]
+    data: dict[str, Any]
     headline: str
     figures: Sequence[KeyFigure]
     picture: Picture | None
@@ -148,7 +123,7 @@ class Page:
     method: str
     remarks: Sequence[str]
     details: Sequence[Detail] = ()
-    drawing: Sequence[str] = ()
+    lines: Sequence[str] = ()
 
     @property
     def all_details(self) -> list[Detail]:
@@ -156,6 +131,12 @@ class Page:
         lines = [[name, str(value)] for name, value in ({"model": self.data["model"]} | self.data["machine"]).items()]
         found = [detail for detail in self.details if detail.shown]
         return [*found, Detail("Machine and versions", [Table([], lines, has_words=True)])]
+
+    @property
+    def pictures(self) -> list[Picture]:
+        """All of them, from top to bottom."""
+        parts = [self.picture, *(part for detail in self.details for part in detail.shown)]
+        return [part for part in parts if isinstance(part, Picture)]
 
     def print(self) -> None:
         machine = self.data["machine"]
@@ -167,8 +148,8 @@ class Page:
             texts = [part.markdown if isinstance(part, Table) else part for part in parts]
             if detail.is_printed and texts:
                 emit(safe("\n".join(["", *texts])))
-        if self.drawing:
-            emit("\n".join(["", *self.drawing]))
+        if self.lines:
+            emit("\n".join(["", *self.lines]))
 
     def html(self, command: str, date: str) -> str:
         """The page as text. All that it says is escaped, and loses its control characters."""
@@ -184,26 +165,25 @@ class Page:
         environment.tests["picture"] = lambda part: isinstance(part, Picture)
         return environment.get_template("page.html.jinja").render(page=self, command=command, date=date)
 
+    def write(self, folder: str | None, file: str | None) -> None:
+        """Writes pictures for light and for dark pages to a folder, and the page to a file, and says where they are.
 
-def write_files(page: Page, pictures: Mapping[str, Picture], folder: str | None, file: str | None) -> None:
-    """Writes the pictures to a folder, for light and for dark pages, and the page to a file, and says where they are.
-
-    pictures: by the stems of their files
-    Raises ConfigError if they cannot be written.
-    """
-    from cbatch.cli.bench.pictures.style import dark_variant
-
-    try:
-        for stem, picture in pictures.items() if folder else ():
-            for name, svg in ((stem, picture.svg), (f"{stem}-dark", dark_variant(picture.svg))):
+        Raises ConfigError if they cannot be written.
+        """
+        pictures = self.pictures
+        try:
+            for name, svg in [(one.name, one.drawing.svg) for one in pictures] if folder else ():
                 Path(folder or "", f"{name}.svg").write_text(svg, encoding="utf-8")
+                Path(folder or "", f"{name}-dark.svg").write_text(dark_variant(svg), encoding="utf-8")
+            if file:
+                text = self.html(command_line(), f"{datetime.now():%d %B %Y}".lstrip("0"))
+                Path(file).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"Cannot write {error.filename}: {error.strerror}.") from error
+        if folder and pictures:
+            count = f"{format_count(len(pictures), 'picture')} {word_for(len(pictures), 'is', 'are')}"
+            notice(f"{count} in {safe(folder)}, for light and for dark pages")
+        if (folder or file) and not pictures:  # a load
+            notice("there is no picture, because no answer came that could be judged; use a longer --duration")
         if file:
-            text = page.html(command_line(), f"{datetime.now():%d %B %Y}".lstrip("0"))
-            Path(file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"Cannot write {error.filename}: {error.strerror}.") from error
-    if folder and pictures:
-        count = f"{format_count(len(pictures), 'picture')} {word_for(len(pictures), 'is', 'are')}"
-        notice(f"{count} in {safe(folder)}, for light and for dark pages")
-    if file:
-        notice(f"the report is {safe(file)}")
+            notice(f"the report is {safe(file)}")

@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any
 
 from cbatch.cli.bench.options import BenchOptions
-from cbatch.cli.bench.page import Charts, KeyFigure, Page, Picture, Report, Table
+from cbatch.cli.bench.page import KeyFigure, Page, Picture, Table
+from cbatch.cli.bench.pictures.curves import plot_skew
 from cbatch.cli.bench.recorder import TOKEN_KINDS, RunRecord
 from cbatch.cli.bench.roofline import describe
 from cbatch.cli.bench.strategies import STRATEGIES, Experiment, OnProgress
@@ -101,7 +102,7 @@ from the published data by `python -m scripts.benchmarks lengths` on 25 November
 """
 
 
-def measure(options: BenchOptions, on_progress: OnProgress) -> Report:
+def measure(options: BenchOptions, on_progress: OnProgress) -> Page:
     """Runs static and continuous batching by turns, at every skew in every round. Raises ConfigError."""
     with open_engine(options.engine, quiet=options.is_silent) as engine:
         about = describe(engine)
@@ -127,7 +128,7 @@ def measure(options: BenchOptions, on_progress: OnProgress) -> Report:
         "seed": options.seed,
     }
     points = [point_of(skew, max(works[skew].output_lengths), found) for skew, found in rounds.items()]
-    return Report(about | {"work": work, "points": points, "real_work": REAL_WORK})
+    return page_of(about | {"work": work, "points": points, "real_work": REAL_WORK})
 
 
 def point_of(skew: float, longest_output: int, rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -135,12 +136,6 @@ def point_of(skew: float, longest_output: int, rounds: list[dict[str, Any]]) -> 
     gains = [one["gain"]["measured"] for one in rounds]
     median = sorted(rounds, key=lambda one: one["gain"]["measured"])[(len(rounds) - 1) // 2]
     return {"skew": skew, "longest_output_tokens": longest_output, **median, "gain_of_rounds": gains}
-
-
-def charts(report: Report) -> Charts:
-    from cbatch.cli.bench.pictures.curves import plot_skew
-
-    return {"skew": partial(plot_skew, report.data["points"], report.data["real_work"])}
 
 
 def skew_table(points: list[dict[str, Any]]) -> Table:
@@ -161,20 +156,21 @@ def skew_table(points: list[dict[str, Any]]) -> Table:
     return Table.of(lines)
 
 
-def page_of(report: Report, pictures: Mapping[str, Picture]) -> Page:
-    work, points = report.data["work"], report.data["points"]
+def page_of(data: dict[str, Any]) -> Page:
+    """data: the object that `--json` prints"""
+    work, points = data["work"], data["points"]
     best = max(points, key=lambda point: point["gain"]["measured"])
     gain, skew = best["gain"], f"{best['skew']:g}"
     without = f"{gain['padding']:.2f} × without padding"
     return Page(
-        data=report.data,
+        data=data,
         headline=f"Continuous batching: up to {gain['measured']:.1f} × as fast as static batches, at skew {skew}",
         figures=[
             KeyFigure(f"{gain['slots']:.1f} ×", "by slots that do not wait", f"at a skew of {skew}"),
             KeyFigure(f"{gain['tail']:.2f} ×", "for empty slots at the end", "what eats some of it"),
             KeyFigure(f"{gain['step_time']:.2f} ×", "for the time of a step", without),
         ],
-        picture=pictures.get("skew"),
+        picture=Picture("skew", partial(plot_skew, points, data["real_work"])),
         table=skew_table(points),
         facts=(
             f"{work['requests']:,} requests with prompts of {work['mean_input_tokens']} and outputs of "
@@ -183,7 +179,7 @@ def page_of(report: Report, pictures: Mapping[str, Picture]) -> Page:
         method="Static and continuous batching were run by turns.",
         remarks=[
             "The gain is the product of the four factors after it; those below 1 eat some of it.",
-            *map(_in_words, report.data["real_work"]),
+            *map(_in_words, data["real_work"]),
         ],
     )
 

@@ -6,22 +6,20 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from cbatch.cli.bench import comparison, load, skew, timeline
-from cbatch.cli.bench.page import Report, draw
-from cbatch.cli.bench.recorder import (
-    RunRecord,
-    RunRecorder,
-)
+from cbatch.cli.bench import comparison, timeline
+from cbatch.cli.bench.load import Capacity
+from cbatch.cli.bench.page import Page
+from cbatch.cli.bench.recorder import RunRecord, RunRecorder
 from cbatch.cli.bench.timeline import draw_timeline, time_shares, whole_percents
 from cbatch.cli.bench.users import LoadResult
 from tests.support.bench_reports import (
     both,
-    drafting_record,
     load_report,
     make_comparison,
     make_curve,
@@ -177,12 +175,10 @@ def drawn() -> dict[str, tuple[str, Any]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(style, "svg_text", keep)
-        report = make_comparison("ablations", "peers", "replicas")
-        report.runs["with drafts"] = drafting_record()
-        draw(comparison.charts(report))
-        draw(load.charts(make_search(1, 2, 4, 7, 8, 16, capacity=4, rounds=2)))
-        draw(load.charts(make_one_load()))
-        draw(skew.charts(make_curve()))
+        search = make_search(1, 2, 4, 7, 8, 16, capacity=4, rounds=2)
+        pages = make_comparison("ablations", "peers", "replicas", "drafts"), search, make_one_load(), make_curve()
+        for picture in (one for page in pages for one in page.pictures):
+            assert picture.drawing.svg and picture.drawing.alt.endswith("."), picture.name
     return found
 
 
@@ -196,7 +192,7 @@ def test_pictures_are_whole(drawn: dict[str, tuple[str, Any]]) -> None:
         missing = EXPECTED[name] - texts_of(svg)
         assert not missing, f"{name} lacks {missing}; it has {texts_of(svg)}"
         assert "<dc:date>" not in svg and misplaced_texts(figure) == [], name
-    assert draw(load.charts(make_one_load()))["users"].svg == drawn["users"][0]
+    assert make_one_load().pictures[0].drawing.svg == drawn["users"][0]
 
 
 def test_colours(drawn: dict[str, tuple[str, Any]]) -> None:
@@ -217,15 +213,21 @@ def test_colours(drawn: dict[str, tuple[str, Any]]) -> None:
             assert f'[style*="fill: {colour}"]{{fill:{DARK[colour]}!important}}' in adaptive_variant(svg)
 
 
-def test_pictures_of_little(capsys: pytest.CaptureFixture[str]) -> None:
+def names(page: Page) -> set[str]:
+    """Of its pictures."""
+    return {picture.name for picture in page.pictures}
+
+
+def test_pictures_of_little(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards empty runs and other strategies: pictures without data are left out, and stderr says why there is none."""
     unjudged = LoadResult(make_load(4).figures | {"users_served_share": None})
-    assert load.charts(load_report(4, {4: [unjudged]})) == {}
-    assert "no picture, because no answer" in capsys.readouterr().err
-    assert load.charts(load_report(4, {1: [unjudged]}, load.Capacity(0))) == {}
-    assert load.charts(make_search(1)).keys() == {"load"}
-    alone = make_comparison().data | {"strategies": []}
-    charts = lambda **records: comparison.charts(Report(alone, records)).keys()  # noqa: E731
-    assert charts(nothing=RunRecord(1, [])) == {"utilisation"}
+    empty = load_report(4, {4: [unjudged]})
+    empty.write(str(tmp_path), None)
+    assert "no picture, because no answer" in capsys.readouterr().err and not any(tmp_path.iterdir())
+    assert names(empty) == names(load_report(4, {1: [unjudged]}, Capacity(0))) == set()
+    assert names(make_search(1)) == {"load"}
+    page_with = lambda **records: comparison.page_of(make_comparison().data, records)  # noqa: E731
+    assert names(page_with(nothing=RunRecord(1, []))) == {"utilisation", "speed"}
     few = {"static batches": dataclasses.replace(static_record(), example=None)}
-    assert charts(**few) == {"timeline", "utilisation"} and "speculation" not in charts(**both())
+    assert names(page_with(**few)) == {"timeline", "utilisation", "speed"}
+    assert names(make_comparison()) == {"timeline", "utilisation", "speed", "step"}

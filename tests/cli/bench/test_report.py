@@ -10,23 +10,37 @@ from pathlib import Path
 import pytest
 
 from cbatch.base.errors import ConfigError
-from cbatch.cli.bench import comparison, load, units
-from cbatch.cli.bench.page import Page, Picture, Report, write_files
+from cbatch.cli.bench import comparison, page, units
+from cbatch.cli.bench.page import Page
+from cbatch.cli.bench.pictures.style import Drawing
 from cbatch.cli.bench.users import LoadResult
-from tests.support.bench_reports import EVIL, KINDS, load_report, make_comparison, make_load, make_one_load, make_search
+from tests.support.bench_reports import (
+    EVIL,
+    KINDS,
+    both,
+    load_report,
+    make_comparison,
+    make_load,
+    make_one_load,
+    make_search,
+)
 
 SVG = '<svg viewBox="0 0 662.4 300"><path style="fill: #1f2328"/></svg>'
-NAMES = ("timeline", "utilisation", "speed", "step", "load", "users")
-PICTURES = {name: Picture(f"what {name} shows {EVIL}", SVG) for name in NAMES}
 COMMAND, DATE = f"cbatch bench {EVIL}", "25 November 2026"
+
+
+@pytest.fixture(autouse=True)
+def quick_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws nothing, for which `test_pictures.py` is there."""
+    monkeypatch.setattr(page, "drawing_of", lambda draw, name: Drawing(SVG, f"what {name} shows {EVIL}"))
 
 
 def page_of(kind: str) -> Page:
     if kind == "load":
-        return load.page_of(make_one_load(), PICTURES)
+        return make_one_load()
     if kind == "capacity":
-        return load.page_of(make_search(1, 2, 4, 5, 6, 8, 16, capacity=5, rounds=2), PICTURES)
-    return comparison.page_of(make_comparison(kind), PICTURES)
+        return make_search(1, 2, 4, 5, 6, 8, 16, capacity=5, rounds=2)
+    return make_comparison(kind)
 
 
 def html_of(kind: str) -> str:
@@ -93,16 +107,16 @@ def test_what_is_missing_is_said() -> None:
     assert peers.table.lines[-1] == ["transformers-cb", *"–––––––"]
     (missing,) = page_of("load").remarks
     assert missing.startswith("Only 5 of 9 users arrived, so these are not the figures of 9 users. --rate ")
-    nobody = load.page_of(make_search(1), {})
+    nobody = make_search(1)
     assert nobody.headline == "Not even one user gets a first token within 500 ms and 10 tokens/s"
     assert nobody.table.strong is None and nobody.figures[2].note == "1 user"
     unjudged = LoadResult(make_load(5).figures | {"users_served_share": None})
-    nowhere = load.page_of(load_report(5, {5: [unjudged]}), {})
+    nowhere = load_report(5, {5: [unjudged]})
     assert nowhere.headline == "5 users came, and none of their answers could be judged" and nowhere.picture is None
     alone = make_comparison("strategies")
-    page = comparison.page_of(Report(alone.data | {"strategies": alone.data["strategies"][1:]}, alone.runs), {})
-    assert page.headline == "Continuous batching: 1.00 output tokens a second"
-    assert [figure.note for figure in page.figures] == ["", "", ""]
+    single = comparison.page_of(alone.data | {"strategies": alone.data["strategies"][1:]}, both())
+    assert single.headline == "Continuous batching: 1.00 output tokens a second"
+    assert [figure.note for figure in single.figures] == ["", "", ""]
 
 
 class Elements(HTMLParser):
@@ -171,13 +185,13 @@ def test_screens() -> None:
 def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards what is written: each picture for light and for dark pages, and the page; and a folder that is gone."""
     monkeypatch.setattr("cbatch.cli.bench.page.command_line", lambda: COMMAND)
-    page = page_of("load")
-    write_files(page, {"users": PICTURES["users"]}, str(tmp_path), str(tmp_path / "a.html"))
+    loaded = page_of("load")
+    loaded.write(str(tmp_path), str(tmp_path / "a.html"))
     assert "1 picture is in" in (shown := capsys.readouterr().err) and "the report is" in shown
     assert {path.name for path in tmp_path.iterdir()} == {"users.svg", "users-dark.svg", "a.html"}
     assert "#e6edf3" in (tmp_path / "users-dark.svg").read_text()
     with pytest.raises(ConfigError, match=r"Cannot write .*: No such file"):
-        write_files(page, PICTURES, str(tmp_path / "no"), None)
+        loaded.write(str(tmp_path / "no"), None)
 
 
 def test_units() -> None:

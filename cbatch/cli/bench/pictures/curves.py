@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from cbatch.cli.bench import units
 from cbatch.cli.bench.pictures import style
 from cbatch.cli.bench.users import SERVED_SHARE, LoadResult
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Figures = Mapping[str, Any]
 """Figures of `--json`, by their names."""

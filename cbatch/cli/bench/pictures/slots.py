@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from cbatch.cli.bench import timeline, units
 from cbatch.cli.bench.pictures import style
 from cbatch.cli.bench.recorder import TOKEN_KINDS, RecordedChunk, RecordedStep, RunRecord, count_drafts
 from cbatch.cli.bench.timeline import Interval
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 BINS = 100
 """Points in time across the picture of shares; each is a mean over its stretch."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, NamedTuple
 
 from cbatch.cli.bench.pictures import style
 from cbatch.cli.bench.recorder import ExampleStep, RecordedChunk, RunRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 RESERVED_PROMPTS = 3
 """Prompts that are always shown; the other places go to chunks in order."""

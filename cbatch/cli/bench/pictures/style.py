@@ -7,15 +7,14 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cbatch.cli.bench.recorder import TokenKind
 from cbatch.cli.bench.timeline import KIND_LABELS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 WIDTH = 9.2
 """Inches; 883 pixels in a browser, the width of a README on GitHub."""
@@ -74,19 +73,33 @@ KINDS = {label: KIND_COLOURS[kind] for kind, label in KIND_LABELS.items()} | {"e
 _COLOUR = re.compile(r"(?<=fill: )#[0-9a-f]{6}|(?<=stroke: )#[0-9a-f]{6}")
 
 
-def svg_texts(figures: Mapping[str, Callable[[], Figure]]) -> dict[str, str]:
-    """Draws figures as SVG text, by the same names, in our style whatever settings of matplotlib the user has."""
+class Drawing(NamedTuple):
+    """A picture as SVG text in light colours, and in words what it shows."""
+
+    svg: str
+    alt: str
+
+
+def drawing_of(draw: Callable[[], Figure], name: str) -> Drawing:
+    """Draws a figure in our style, whatever settings of matplotlib the user has."""
+    import matplotlib
+
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rc_file(STYLE, use_default_template=False)
-        return {name: svg_text(draw(), name) for name, draw in figures.items()}
+        figure = draw()
+        return Drawing(svg_text(figure, name), str(figure.get_label()))
 
 
 def new_figure(height: float, title: str, note: str, legend: Mapping[str, str], *, width: float = WIDTH) -> Figure:
     """A figure whose axes take `height` inches, below a title, a note, and a legend of colours by what they mean."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     whole = height + HEAD + (LEGEND if legend else 0)
     figure = Figure((width, whole), facecolor=BACKGROUND, layout="constrained")
     figure.get_layout_engine().set(rect=(0, 0, 1, height / whole), h_pad=0.06)  # type: ignore[union-attr, call-arg]
+    figure.set_label(f"{title.rstrip('.')}. {note}")
     left = 0.12 / width
     figure.text(left, 1 - 0.12 / whole, title, size=12, weight="bold", va="top")
     figure.text(left, 1 - 0.38 / whole, note, size=9, va="top", color=MUTED)
