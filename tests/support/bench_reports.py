@@ -153,7 +153,7 @@ def make_curve() -> Page:
     def point(size: float, measured: float) -> dict[str, Any]:
         gain = {"measured": measured, "slots": measured, "padding": 1.1, "tail": 0.9, "step_time": 1.0}
         gain |= {"expected": {"by_steps": 1.2 * measured, "by_tokens": 1.1 * measured}}
-        return point_of(size, 100, [{"static_s": measured, "continuous_s": 1.0, "gain": gain}])
+        return point_of(size, Workload([], [100], ""), [{"static_s": measured, "continuous_s": 1.0, "gain": gain}])
 
     work = {"requests": 192, "mean_input_tokens": 24, "mean_output_tokens": 32, "slots": 8, "rounds": 1, "seed": 7}
     return skew.page_of(ABOUT | {"work": work, "points": [point(0, 1.0), point(1, 3.0)], "real_work": REAL_WORK})

@@ -37,8 +37,8 @@ from cbatch.cli.bench.strategies import (
     STRATEGIES,
     Experiment,
     OnProgress,
-    measure_interleaved,
     measure_techniques,
+    turns,
 )
 from cbatch.cli.bench.timeline import draw_timeline, side_by_side, time_shares
 from cbatch.cli.bench.workload import Outputs, Workload
@@ -75,10 +75,12 @@ def measure(options: BenchOptions, on_progress: OnProgress) -> Page:
     names = dict.fromkeys([*options.strategies, *(["continuous"] if options.ablate else [])])
     strategies = {name: STRATEGIES[name] for name in names}
     strategies |= {f"no-{name}": ABLATIONS[name] for name in options.ablate}
-    runs = {
-        name: [MeasuredRun(record.outputs, run_figures(record, work), record) for record in rounds]
-        for name, rounds in measure_interleaved(experiment, strategies, options.rounds, on_progress).items()
-    }
+    runs: dict[str, list[MeasuredRun]] = {name: [] for name in strategies}
+    for strategy in strategies.values():
+        experiment.warm_up(strategy)
+    for _, name in turns(strategies, options.rounds, on_progress):
+        record = experiment.measure(strategies[name])
+        runs[name].append(MeasuredRun(record.outputs, run_figures(record, work), record))
     medians = {name: median_run(rounds) for name, rounds in runs.items()}
     records = {strategies[name].title: run.record for name, run in medians.items() if run.record is not None}
     reference = medians.get("continuous", next(iter(medians.values()))).outputs
@@ -96,7 +98,8 @@ def measure(options: BenchOptions, on_progress: OnProgress) -> Page:
     found = [judged(name, strategies[name].title, rounds) for name, rounds in runs.items()]
     for name in options.peer:
         try:
-            found.append(judged(name, name, _in_rounds(options.rounds, name, partial(by_peer, name), on_progress)))
+            done = [by_peer(name) for _ in turns([name], options.rounds, on_progress)]
+            found.append(judged(name, name, done))
         except PeerError as error:
             found.append({"strategy": name, "title": name, "error": str(error)})
     techniques = measure_techniques(experiment, limits.sequence.longest, options.ablate, on_progress)
@@ -130,14 +133,6 @@ def measure(options: BenchOptions, on_progress: OnProgress) -> Page:
     return page_of(data | ({"techniques": techniques} if techniques else {}), records)
 
 
-def _in_rounds(rounds: int, name: str, run: Callable[[], MeasuredRun], on_progress: OnProgress) -> list[MeasuredRun]:
-    done = []
-    for number in range(rounds):
-        on_progress(f"round {number + 1} of {rounds}: {name}")
-        done.append(run())
-    return done
-
-
 def _by_replicas(options: BenchOptions, work: Workload, on_progress: OnProgress) -> tuple[int, list[MeasuredRun]]:
     """How many engines there were, and their runs, once all of them are warm."""
     config = replace(options.engine, max_seqs=options.batch_size, prefix_cache=False, run_ahead=False, speculate="off")
@@ -146,7 +141,7 @@ def _by_replicas(options: BenchOptions, work: Workload, on_progress: OnProgress)
             time.sleep(POLL_SECONDS)
         warmup, count = work.warmup, driver.num_engines
         run_work(driver, Workload(warmup.prompts * count, warmup.output_lengths * count, ""))
-        return count, _in_rounds(options.rounds, "replicas", partial(run_work, driver, work), on_progress)
+        return count, [run_work(driver, work) for _ in turns(["replicas"], options.rounds, on_progress)]
 
 
 def median_run(runs: Sequence[MeasuredRun]) -> MeasuredRun:

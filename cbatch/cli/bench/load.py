@@ -15,7 +15,7 @@ from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.bench.page import Detail, KeyFigure, Page, Picture, Table
 from cbatch.cli.bench.pictures.curves import plot_load, plot_users
 from cbatch.cli.bench.roofline import describe
-from cbatch.cli.bench.strategies import OnProgress
+from cbatch.cli.bench.strategies import OnProgress, turns
 from cbatch.cli.bench.users import SLO, Clock, LoadResult, Scenario, run_load
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.loading import open_engine
@@ -170,11 +170,9 @@ def run_rounds(
 ) -> Rounds:
     """Runs the scenarios by turns."""
     results: Rounds = {one.users: [] for one in scenarios}
-    for number in range(rounds):
-        for one in scenarios:
-            of_rounds = f", round {number + 1} of {rounds}" if rounds > 1 else ""
-            on_progress(f"{format_count(one.users, 'user')} for {one.duration_s:g} s{of_rounds}")
-            results[one.users].append(run_load(engine_thread, one.in_round(number), slo, clock))
+    named = {f"{format_count(one.users, 'user')} for {one.duration_s:g} s": one for one in scenarios}
+    for number, name in turns(named, rounds, on_progress):
+        results[named[name].users].append(run_load(engine_thread, named[name].in_round(number), slo, clock))
     return results
 
 

@@ -17,7 +17,7 @@ from cbatch.cli.bench.page import KeyFigure, Page, Picture, Table
 from cbatch.cli.bench.pictures.curves import plot_skew
 from cbatch.cli.bench.recorder import TOKEN_KINDS, RunRecord
 from cbatch.cli.bench.roofline import describe
-from cbatch.cli.bench.strategies import STRATEGIES, Experiment, OnProgress
+from cbatch.cli.bench.strategies import STRATEGIES, Experiment, OnProgress, turns
 from cbatch.cli.bench.workload import Workload
 from cbatch.cli.common.loading import open_engine
 
@@ -106,18 +106,19 @@ def measure(options: BenchOptions, on_progress: OnProgress) -> Page:
     """Runs static and continuous batching by turns, at every skew in every round. Raises ConfigError."""
     with open_engine(options.engine, quiet=options.is_silent) as engine:
         about = describe(engine)
-        works = {skew: options.make_workload(engine, skew) for skew in options.skew}
-        experiments = {skew: Experiment.of(engine, work, options.batch_size) for skew, work in works.items()}
+        works = [options.make_workload(engine, skew) for skew in options.skew]
+        experiments = {
+            f"skew {skew:g}": Experiment.of(engine, work, options.batch_size)
+            for skew, work in zip(options.skew, works, strict=True)
+        }
     for experiment in experiments.values():
         experiment.warm_up(STRATEGIES["static"])
-    rounds: dict[float, list[dict[str, Any]]] = {skew: [] for skew in experiments}
-    for number in range(options.rounds):
-        for skew, experiment in experiments.items():
-            on_progress(f"round {number + 1} of {options.rounds}: skew {skew:g}")
-            order = ("static", "continuous") if number % 2 == 0 else ("continuous", "static")
-            runs = {name: experiment.measure(STRATEGIES[name]) for name in order}
-            times = {f"{name}_s": runs[name].elapsed_s for name in ("static", "continuous")}
-            rounds[skew].append(times | {"gain": gain_of(runs["static"], runs["continuous"], works[skew])})
+    rounds: dict[str, list[dict[str, Any]]] = {skew: [] for skew in experiments}
+    for number, skew in turns(experiments, options.rounds, on_progress):
+        order = ("static", "continuous") if number % 2 == 0 else ("continuous", "static")
+        runs = {name: experiments[skew].measure(STRATEGIES[name]) for name in order}
+        times = {f"{name}_s": runs[name].elapsed_s for name in ("static", "continuous")}
+        rounds[skew].append(times | {"gain": gain_of(runs["static"], runs["continuous"], experiments[skew].work)})
     inputs, outputs = options.mean_lengths
     work = {
         "requests": options.requests,
@@ -127,15 +128,15 @@ def measure(options: BenchOptions, on_progress: OnProgress) -> Page:
         "rounds": options.rounds,
         "seed": options.seed,
     }
-    points = [point_of(skew, max(works[skew].output_lengths), found) for skew, found in rounds.items()]
+    points = list(map(point_of, options.skew, works, rounds.values()))
     return page_of(about | {"work": work, "points": points, "real_work": REAL_WORK})
 
 
-def point_of(skew: float, longest_output: int, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+def point_of(skew: float, work: Workload, rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """A point of the curve: the round with the median gain; of two in the middle, the one that gained less."""
     gains = [one["gain"]["measured"] for one in rounds]
     median = sorted(rounds, key=lambda one: one["gain"]["measured"])[(len(rounds) - 1) // 2]
-    return {"skew": skew, "longest_output_tokens": longest_output, **median, "gain_of_rounds": gains}
+    return {"skew": skew, "longest_output_tokens": max(work.output_lengths), **median, "gain_of_rounds": gains}
 
 
 def skew_table(points: list[dict[str, Any]]) -> Table:

@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -212,21 +212,13 @@ class Experiment:
         replace(self, work=self.work.warmup).measure(strategy)
 
 
-def measure_interleaved(
-    experiment: Experiment, strategies: dict[str, Strategy], rounds: int, on_progress: OnProgress
-) -> dict[str, list[RunRecord]]:
-    """Runs every strategy `rounds` times, in a new random order each round, after a short warm-up of each."""
-    for strategy in strategies.values():
-        experiment.warm_up(strategy)
-    records: dict[str, list[RunRecord]] = {name: [] for name in strategies}
-    rng = random.Random(0)
+def turns(names: Iterable[str], rounds: int, on_progress: OnProgress) -> Iterator[tuple[int, str]]:
+    """What is to run by turns: the number of each round, from 0, with all names, in a random order of its own."""
+    names, rng = list(names), random.Random(0)
     for number in range(rounds):
-        names = list(strategies)
-        rng.shuffle(names)
-        for name in names:
-            on_progress(f"round {number + 1} of {rounds}: {strategies[name].title}")
-            records[name].append(experiment.measure(strategies[name]))
-    return records
+        for name in rng.sample(names, len(names)):
+            on_progress((f"round {number + 1} of {rounds}: " if rounds > 1 else "") + name)
+            yield number, name
 
 
 LONG_PROMPT = 10_000

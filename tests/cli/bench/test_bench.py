@@ -160,7 +160,7 @@ def test_the_command_speaks_json(
     rows = [{"prompt": "hello"}, {"messages": [{"role": "user", "content": "world"}], "max_tokens": 3}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 3))
     caches: list[Any] = []
-    opened, measured = comparison.open_engine, comparison.measure_interleaved
+    opened, measured = comparison.open_engine, comparison.turns
 
     def watch(*arguments: Any, **options: Any) -> Any:
         engine = opened(*arguments, **options)
@@ -172,7 +172,7 @@ def test_the_command_speaks_json(
         return measured(*arguments)
 
     monkeypatch.setattr(comparison, "open_engine", watch)
-    monkeypatch.setattr(comparison, "measure_interleaved", check)
+    monkeypatch.setattr(comparison, "turns", check)
     monkeypatch.setattr("cbatch.model.loader.load_network", lambda plan: pytest.fail("transformers loads the model"))
     options = ["--json", "--rounds", "1", "--batch-size", "2", "--ablate", "dynamic", "--dtype", "float32"]
     assert run_command(["bench", str(tmp_path / "in.jsonl"), *options]) == 0
