@@ -55,6 +55,14 @@ class RecordedStep:
         return sum(chunk.tokens for chunk in self.chunks if chunk.kind in kinds)
 
     @property
+    def timed_chunks(self) -> list[tuple[RecordedChunk, float]]:
+        """The chunks with their seconds. Those of one slot share the step's time by their tokens."""
+        in_slot: Counter[int] = Counter()
+        for chunk in self.chunks:
+            in_slot[chunk.slot] += chunk.tokens
+        return [(chunk, (self.end - self.start) * chunk.tokens / in_slot[chunk.slot]) for chunk in self.chunks]
+
+    @property
     def useful_slots(self) -> int:
         """How many slots worked on a request that was not finished."""
         return len({chunk.slot for chunk in self.chunks if chunk.kind in ("prefill", "decode")})

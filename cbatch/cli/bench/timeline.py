@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from textwrap import wrap
+from typing import Any
+
+import numpy as np
 
 from cbatch.cli.bench.recorder import TOKEN_KINDS, RunRecord, TokenKind
 
@@ -38,7 +41,7 @@ class Interval:
     kind: TokenKind
     start: float
     end: float
-    is_entry: bool = False
+    is_entry: bool
 
     @property
     def seconds(self) -> float:
@@ -50,51 +53,42 @@ def side_by_side(records: Mapping[str, RunRecord]) -> dict[str, RunRecord]:
     return {title: records[title] for title in ("static batches", "continuous") if title in records}
 
 
-def chunk_intervals(record: RunRecord) -> Iterator[Interval]:
-    """An interval for each chunk of each step. Chunks of one slot share the step's time by their tokens."""
-    for step in record.steps:
-        tokens: Counter[int] = Counter()
-        for chunk in step.chunks:
-            tokens[chunk.slot] += chunk.tokens
-        starts = dict.fromkeys(tokens, step.start)
-        for chunk in step.chunks:
-            start = starts[chunk.slot]
-            starts[chunk.slot] = end = start + (step.end - step.start) * chunk.tokens / tokens[chunk.slot]
-            yield Interval(chunk.slot, chunk.request, chunk.kind, start, end)
-
-
-def binned(record: RunRecord, bin_s: float, bins: int) -> Iterator[tuple[Interval, int, float]]:
-    """Cuts the intervals of all chunks into bins of `bin_s` seconds: yields interval, bin and seconds in it."""
-    for interval in chunk_intervals(record):
-        for n in range(int(interval.start / bin_s), min(int(interval.end / bin_s), bins - 1) + 1):
-            yield interval, n, min(interval.end, (n + 1) * bin_s) - max(interval.start, n * bin_s)
-
-
 def slot_intervals(record: RunRecord) -> list[Interval]:
     """The work of all slots. Consecutive steps of one kind for one request are one interval."""
     found: list[Interval] = []
     latest: dict[int, Interval] = {}
-    max_gap = record.elapsed_s * MAX_GAP
-    for interval in chunk_intervals(record):
-        before = latest.get(interval.slot)
-        interval.is_entry = before is None or before.request != interval.request
-        if before and not interval.is_entry and before.kind == interval.kind and interval.start - before.end <= max_gap:
-            before.end = interval.end
-        else:
-            latest[interval.slot] = interval
-            found.append(interval)
+    for step in record.steps:
+        ends: dict[int, float] = {}
+        for chunk, seconds in step.timed_chunks:
+            start = ends.get(chunk.slot, step.start)
+            ends[chunk.slot] = end = start + seconds
+            before = latest.get(chunk.slot)
+            is_entry = before is None or before.request != chunk.request
+            is_close = before is not None and start - before.end <= record.elapsed_s * MAX_GAP
+            if before and before.kind == chunk.kind and is_close and not is_entry:
+                before.end = end
+            else:
+                latest[chunk.slot] = Interval(chunk.slot, chunk.request, chunk.kind, start, end, is_entry)
+                found.append(latest[chunk.slot])
+    return found
+
+
+def slot_seconds(record: RunRecord) -> Any:
+    """Seconds that all slots together spent on each of TOKEN_KINDS: an array of a row for each step."""
+    found = np.zeros((len(record.steps), len(TOKEN_KINDS)))
+    for row, step in zip(found, record.steps, strict=True):
+        for chunk, seconds in step.timed_chunks:
+            row[TOKEN_KINDS.index(chunk.kind)] += seconds
     return found
 
 
 def time_shares(record: RunRecord) -> dict[str, float]:
     """Shares of all slots' time: useful, on padding, idle (past an end), and empty. They sum to 1."""
-    seconds: dict[str, float] = dict.fromkeys(TOKEN_KINDS, 0.0)
-    for interval in chunk_intervals(record):
-        seconds[interval.kind] += interval.seconds
-    busy = sum(seconds.values())
+    prefill, decode, padding, idle = slot_seconds(record).sum(axis=0).tolist()
+    busy = prefill + decode + padding + idle
     whole = max(record.slots * record.elapsed_s, busy) or 1.0
-    useful = seconds.pop("prefill") + seconds.pop("decode")
-    return {name: part / whole for name, part in {"useful": useful, **seconds, "empty": whole - busy}.items()}
+    seconds = {"useful": prefill + decode, "padding": padding, "idle": idle, "empty": whole - busy}
+    return {name: part / whole for name, part in seconds.items()}
 
 
 def whole_percents(shares: Mapping[str, float]) -> dict[str, int]:
@@ -119,42 +113,22 @@ def draw_timeline(records: Mapping[str, RunRecord], width: int) -> list[str]:
     end = max(record.elapsed_s for record in records.values()) or 1.0
     lines = []
     for title, record in records.items():
-        lines += _wrapped([f"{title}: {record.elapsed_s:.2f} s", share_line(record)], "; ", width)
-        symbols = _symbols(record, columns, end)
-        last = math.ceil(record.elapsed_s / end * columns)
-        for slot in range(min(record.slots, MAX_LANES)):
-            lane = "".join(symbols.get((slot, n), " ") for n in range(last))
-            lines.append(f"{slot:>{number_width}} {EDGE}{lane}{EDGE}")
+        lines += wrap(f"{title}: {record.elapsed_s:.2f} s; {share_line(record)}", width)
+        lanes = [[" "] * math.ceil(record.elapsed_s / end * columns) for _ in range(record.slots)]
+        intervals = slot_intervals(record)
+        for one in intervals:
+            first, stop = round(one.start / end * columns), round(one.end / end * columns)
+            lanes[one.slot][first:stop] = SYMBOLS[one.kind] * (stop - first)
+        for one in intervals:
+            if one.is_entry:
+                lanes[one.slot][min(int(one.start / end * columns), len(lanes[one.slot]) - 1)] = ENTRY
+        shown = enumerate(lanes[:MAX_LANES])
+        lines += [f"{slot:>{number_width}} {EDGE}{''.join(lane)}{EDGE}" for slot, lane in shown]
         if record.slots > MAX_LANES:
             lines.append(f"{record.slots - MAX_LANES} of {record.slots} slots are not shown"[:width])
     middle, right = f"{end / 2:.2f}" if columns >= 30 else "", f"{end:.2f} s"
     axis = ("0".ljust(columns // 2) + middle).ljust(columns - len(right)) + right
-    legend = [*(f"{SYMBOLS[kind]} {label}" for kind, label in KIND_LABELS.items()), f"{ENTRY} a request enters"]
-    return [*lines, " " * (number_width + 2) + axis, *_wrapped(legend, "   ", width)]
-
-
-def _symbols(record: RunRecord, columns: int, end: float) -> dict[tuple[int, int], str]:
-    """For each slot and column, an entry or the kind that took most of the time, unless it was empty for longer."""
-    bin_s = end / columns
-    seconds: dict[tuple[int, int], dict[TokenKind, float]] = defaultdict(lambda: defaultdict(float))
-    for interval, n, overlap in binned(record, bin_s, columns):
-        seconds[interval.slot, n][interval.kind] += overlap
-    found = {}
-    for place, times in seconds.items():
-        kind, most = max(times.items(), key=lambda item: item[1])
-        if most > bin_s - sum(times.values()):
-            found[place] = SYMBOLS[kind]
-    entries = [one for one in slot_intervals(record) if one.is_entry]
-    return found | {(one.slot, min(int(one.start / end * columns), columns - 1)): ENTRY for one in entries}
-
-
-def _wrapped(texts: list[str], between: str, width: int) -> list[str]:
-    """The texts joined into as few lines as the width allows."""
-    lines = texts[:1]
-    for text in texts[1:]:
-        joined = lines[-1] + between + text
-        if len(joined) <= width:
-            lines[-1] = joined
-        else:
-            lines.append(text)
-    return [line[:width] for line in lines]
+    legend = "   ".join(
+        [*(f"{SYMBOLS[kind]} {label}" for kind, label in KIND_LABELS.items()), f"{ENTRY} a request enters"]
+    )
+    return [*lines, " " * (number_width + 2) + axis, *wrap(legend, width)]

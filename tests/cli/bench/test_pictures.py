@@ -35,19 +35,23 @@ def test_timeline_is_drawn() -> None:
     """Guards every mark, and that both runs are on one scale: 16 columns for 8 seconds, of which one takes 6."""
     assert draw_timeline(both(), 20) == [
         "static batches: 8.00",
-        "useful 69%, padding ",
+        "s; useful 69%,",
+        "padding 6%, idle",
+        "13%, empty 12%",
         "0 │▐███━━━━━━━━▐███│",
         "1 │▐█░░━━━━····    │",
-        "continuous: 6.00 s",
+        "continuous: 6.00 s;",
         "useful 100%, padding",
+        "0%, idle 0%, empty",
+        "0%",
         "0 │▐███━━━━━━━━│",
         "1 │▐███━━━━▐███│",
         "   0         8.00 s",
         "█ prefill (prompt)",
         "━ decode (output)",
-        "░ padding",
-        "· idle (past the end",
-        "▐ a request enters",
+        "░ padding   · idle",
+        "(past the end)   ▐ a",
+        "request enters",
     ]
 
 

@@ -11,7 +11,6 @@ import numpy as np
 from cbatch.cli.bench import timeline, units
 from cbatch.cli.bench.pictures import style
 from cbatch.cli.bench.recorder import TOKEN_KINDS, RecordedChunk, RecordedStep, RunRecord, count_drafts
-from cbatch.cli.bench.timeline import Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,23 +46,22 @@ def plot_timeline(records: Mapping[str, RunRecord]) -> Figure:
 
 
 def _draw_lanes(axes: Axes, record: RunRecord, end: float, *, labels: bool) -> None:
-    axes.barh(range(record.slots), record.elapsed_s, height=0.8, color=style.EMPTY_SLOT)
-    longest: dict[int, Interval] = {}
     found = timeline.slot_intervals(record)
-    for slot in range(record.slots):
-        own = [one for one in found if one.slot == slot]
-        colours = [style.KIND_COLOURS[one.kind] for one in own]
-        axes.broken_barh([(one.start, one.seconds) for one in own], (slot - 0.4, 0.8), facecolors=colours, linewidth=0)
+    axes.barh(range(record.slots), record.elapsed_s, color=style.EMPTY_SLOT)
+    axes.barh(
+        [one.slot for one in found],
+        [one.seconds for one in found],
+        left=[one.start for one in found],
+        color=[style.KIND_COLOURS[one.kind] for one in found],
+        linewidth=0,
+    )
     entries = [one for one in found if one.is_entry]
-    middles = np.array([one.slot for one in entries], float)
-    lefts, width = [one.start for one in entries], 1.5 if labels else 0.4
-    axes.vlines(lefts, middles - 0.4, middles + 0.4, color=style.BACKGROUND, linewidth=width)
-    for one in found:
-        if one.kind == "decode":
-            longest[one.request] = max(longest.get(one.request, one), one, key=lambda interval: interval.seconds)
-    for request, one in longest.items():
-        if labels and one.seconds > 0.006 * end * (1 + len(str(request))):
-            axes.text(one.start + 0.004 * end, one.slot, str(request), size=7, va="center")
+    middles, lefts = np.array([one.slot for one in entries], float), [one.start for one in entries]
+    axes.vlines(lefts, middles - 0.4, middles + 0.4, color=style.BACKGROUND, linewidth=1.5 if labels else 0.4)
+    decodes = sorted((one for one in found if one.kind == "decode"), key=lambda one: one.seconds)
+    for request, longest in {one.request: one for one in decodes}.items():
+        if labels and longest.seconds > 0.006 * end * (1 + len(str(request))):
+            axes.text(longest.start + 0.004 * end, longest.slot, str(request), size=7, va="center")
     axes.set(xlim=(0, end), ylim=(record.slots - 0.5, -0.5), yticks=[0, record.slots - 1] if record.slots > 1 else [0])
     axes.spines["left"].set_visible(False)
     axes.tick_params(left=False)
@@ -112,13 +110,13 @@ def plot_utilisation(records: Mapping[str, RunRecord], others: Mapping[str, floa
 
 
 def _draw_shares(axes: Axes, record: RunRecord, end: float) -> None:
-    bin_s = min(record.elapsed_s, end) / BINS or 1.0
-    axes.barh(0.5, min(record.elapsed_s, end), height=1, color=style.EMPTY_SLOT)
-    shares = {kind: np.zeros(BINS) for kind in TOKEN_KINDS}
-    for interval, n, seconds in timeline.binned(record, bin_s, BINS):
-        shares[interval.kind][n] += seconds / bin_s / record.slots
-    floor, edges = np.zeros(BINS), bin_s * np.arange(BINS + 1)
-    for kind, share in shares.items():
+    shown_s = min(record.elapsed_s, end)
+    axes.barh(0.5, shown_s, height=1, color=style.EMPTY_SLOT)
+    edges = np.linspace(0, shown_s or 1.0, BINS + 1)
+    times, floor = [0.0, *(time for step in record.steps for time in (step.start, step.end))], np.zeros(BINS)
+    for kind, seconds in zip(TOKEN_KINDS, timeline.slot_seconds(record).T, strict=True):
+        so_far = np.repeat([0.0, *np.cumsum(seconds)], 2)[:-1]  # it grows during steps, not between them
+        share = np.diff(np.interp(edges, times, so_far)) / edges[1] / record.slots
         if share.any():
             colour = style.KIND_COLOURS[kind]
             axes.stairs(floor + share, edges, baseline=floor, fill=True, color=colour, linewidth=0)
