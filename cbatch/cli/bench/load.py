@@ -91,7 +91,7 @@ def measure(options: BenchOptions, on_progress: OnProgress) -> Page:
     if options.find_capacity:
         duration_s = min(MAX_PROBE_S, duration_s)
     with open_engine(options.engine, quiet=options.is_silent) as engine:
-        inputs, outputs = options.lengths
+        inputs, outputs = options.lengths()
         scenario = Scenario(
             users=max(options.users, default=DEFAULT_MAX_USERS),
             rate=options.rate,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,21 +148,17 @@ class BenchOptions:
         """Whether to leave out progress."""
         return self.quiet or self.json
 
-    @property
-    def lengths(self) -> tuple[LengthDistribution, LengthDistribution]:
-        """Lengths of prompts and of outputs. Raises ConfigError."""
-        parse = LengthDistribution.parse
-        return parse(self.input_len, self.distribution), parse(self.output_len, self.distribution)
-
-    @property
-    def mean_lengths(self) -> tuple[int, int]:
-        """Mean lengths of prompts and of outputs, if they are skewed. Raises ConfigError."""
-        inputs, outputs = self.lengths
-        if inputs.low != inputs.high or outputs.low != outputs.high:
+    def lengths(self, skew: float | None = None) -> tuple[LengthDistribution, LengthDistribution]:
+        """Lengths of prompts and of outputs. Raises ConfigError.  skew: in which they are spread around a mean"""
+        one, other = (
+            replace(LengthDistribution.parse(text, self.distribution), skew=skew)
+            for text in (self.input_len, self.output_len)
+        )
+        if skew is not None and (one.low != one.high or other.low != other.high):
             raise ConfigError(
                 "--skew spreads lengths around means, which --input-len and --output-len give as one number each."
             )
-        return inputs.high, outputs.high
+        return one, other
 
     def check(self) -> None:
         """Raises ConfigError if options do not go together, or if results could not be written in the end."""
@@ -199,7 +195,7 @@ class BenchOptions:
             self.engine.speculate == "off" and "drafts" in self.strategies,
         )
         if self.skew:
-            _ = self.mean_lengths
+            self.lengths(self.skew[0])
             yield "The rows of a file have lengths of their own; leave out --skew.", has_file
             yield "--skew goes with strategies, not with users.", self.is_load
             yield (
@@ -230,7 +226,5 @@ class BenchOptions:
         """
         if self.prompts is not None:
             return workload.read_workload(self.prompts, engine, self.format)
-        room = engine.model.vocab_size, engine.limits.sequence.longest, self.seed
-        if skew is not None:
-            return workload.skewed_workload(self.requests, *self.mean_lengths, skew, *room)
-        return workload.synthetic_workload(self.requests, *self.lengths, *room)
+        vocabulary, longest = engine.model.vocab_size, engine.limits.sequence.longest
+        return workload.synthetic_workload(self.requests, *self.lengths(skew), vocabulary, longest, self.seed)

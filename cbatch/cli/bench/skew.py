@@ -119,11 +119,11 @@ def measure(options: BenchOptions, on_progress: OnProgress) -> Page:
         runs = {name: experiments[skew].measure(STRATEGIES[name]) for name in order}
         times = {f"{name}_s": runs[name].elapsed_s for name in ("static", "continuous")}
         rounds[skew].append(times | {"gain": gain_of(runs["static"], runs["continuous"], experiments[skew].work)})
-    inputs, outputs = options.mean_lengths
+    inputs, outputs = options.lengths()
     work = {
         "requests": options.requests,
-        "mean_input_tokens": inputs,
-        "mean_output_tokens": outputs,
+        "mean_input_tokens": inputs.high,
+        "mean_output_tokens": outputs.high,
         "slots": options.batch_size,
         "rounds": options.rounds,
         "seed": options.seed,

@@ -30,11 +30,20 @@ LOGNORMAL_MEDIAN = 0.35
 
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
-    """Lengths in tokens from `low` to `high`, both included."""
+    """Lengths in tokens from `low` to `high`, both included.
+
+    skew: spreads them around `high` instead, which is their mean (see `skewed_lengths`)
+    """
 
     low: int
     high: int
     distribution: DistributionName = "loguniform"
+    skew: float | None = None
+
+    def __str__(self) -> str:
+        if self.skew is not None:
+            return f"{self.high} in the mean, skew {self.skew:g}"
+        return f"{self.low}:{self.high}, {self.distribution}"
 
     @classmethod
     def parse(cls, text: str, distribution: DistributionName) -> LengthDistribution:
@@ -59,6 +68,15 @@ class LengthDistribution:
         }
         draw = draws[self.distribution]
         return lambda: min(max(round(draw()), self.low), self.high)
+
+    def lengths(self, count: int, rng: random.Random) -> Iterable[int]:
+        """So many lengths. Skewed ones are a list; others are drawn one by one, as they are asked for."""
+        if self.skew is None:
+            draw = self.sampler(rng)
+            return (draw() for _ in range(count))
+        found = skewed_lengths(count, self.high, self.skew)
+        rng.shuffle(found)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,51 +119,26 @@ def skewed_lengths(count: int, mean: int, skew: float) -> list[int]:
     return lengths
 
 
-def skewed_workload(
-    count: int, mean_input: int, mean_output: int, skew: float, vocabulary: int, context: int, seed: int
-) -> Workload:
-    """Random prompts, whose lengths and those of their outputs are skewed, in an order that depends on the seed.
-
-    Raises ConfigError if a request would not fit the context.
-    """
-    rng = random.Random(seed)
-    inputs, outputs = skewed_lengths(count, mean_input, skew), skewed_lengths(count, mean_output, skew)
-    rng.shuffle(inputs)
-    rng.shuffle(outputs)
-    longest = max(map(operator.add, inputs, outputs))
-    if longest > context:
-        raise ConfigError(
-            f"With a skew of {skew:g}, the longest request has {longest:,} tokens; the model's context holds "
-            f"{context:,} (--skew, --input-len, --output-len, --requests)."
-        )
-    means = f"means of {mean_input} and {mean_output} tokens, skew {skew:g}"
-    return Workload(_random_prompts(inputs, vocabulary, rng), outputs, f"synthetic, {means}, seed {seed}")
-
-
 def plain_tokens(vocabulary: int) -> range:
     """The token ids to draw: without the first, which are special tokens in most vocabularies."""
     return range(min(10, vocabulary // 2), vocabulary)
-
-
-def _random_prompts(lengths: Iterable[int], vocabulary: int, rng: random.Random) -> list[list[int]]:
-    return [[rng.choice(plain_tokens(vocabulary)) for _ in range(length)] for length in lengths]
 
 
 def synthetic_workload(
     count: int, inputs: LengthDistribution, outputs: LengthDistribution, vocabulary: int, context: int, seed: int
 ) -> Workload:
     """Random prompts. Raises ConfigError if a request would not fit the context."""
-    longest = inputs.high + outputs.high
+    rng, tokens = random.Random(seed), plain_tokens(vocabulary)
+    sizes, lengths = inputs.lengths(count, rng), outputs.lengths(count, rng)
+    longest = inputs.high + outputs.high if inputs.skew is None else max(map(operator.add, sizes, lengths))
     if longest > context:
         raise ConfigError(
-            f"Prompts of {inputs.high} and outputs of {outputs.high} tokens are {longest} together; "
-            f"the model's context holds {context} (--input-len, --output-len)."
+            f"The longest request has {longest:,} tokens; the model's context holds {context:,} (--input-len, "
+            "--output-len, --skew, --requests)."
         )
-    rng = random.Random(seed)
-    input_length, output_length = inputs.sampler(rng), outputs.sampler(rng)
-    prompts = _random_prompts((input_length() for _ in range(count)), vocabulary, rng)
-    spread = f"prompts {inputs.low}:{inputs.high}, outputs {outputs.low}:{outputs.high}, {outputs.distribution}"
-    return Workload(prompts, [output_length() for _ in range(count)], f"synthetic, {spread}, seed {seed}")
+    # In this order a seed gives the prompts of published figures.
+    prompts = [[rng.choice(tokens) for _ in range(size)] for size in sizes]
+    return Workload(prompts, list(lengths), f"synthetic, prompts {inputs}, outputs {outputs}, seed {seed}")
 
 
 def open_prompts(path: str, form: InputForm | None = None) -> closing[RowInput]:

@@ -225,7 +225,7 @@ def test_replicas_do_the_same_work(
         (["--skew", "1", "--users", "3"], "--skew goes with strategies, not with users"),
         (["--skew", "0,1", "--ablate", "ragged"], "--replicas go with one"),
         (["--skew", "1", "rows.jsonl"], "The rows of a file have lengths of their own"),
-        (["--skew", "3", "--output-len", "300"], "the longest request has"),
+        (["--skew", "3", "--output-len", "300"], "The longest request has"),
         (["--users", "1,x"], "'1,x' is no number of users, nor a list such as 1,8,32"),
         (["--users", "1,2", "--find-capacity"], "--find-capacity takes one number of --users"),
     ],

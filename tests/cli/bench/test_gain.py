@@ -23,7 +23,7 @@ from cbatch.cli.bench.skew import (
     gain_sentence,
 )
 from cbatch.cli.bench.strategies import STRATEGIES, Experiment
-from cbatch.cli.bench.workload import Workload, skewed_lengths, skewed_workload
+from cbatch.cli.bench.workload import LengthDistribution, Workload, skewed_lengths, synthetic_workload
 from cbatch.cli.main import run_command
 from tests.support.bench_reports import WORK, continuous_record, static_record
 from tests.support.tiny_models import VOCABULARY, loaded, make_network, make_prompts
@@ -42,12 +42,13 @@ def test_skewed_lengths(skew: float) -> None:
 
 def test_a_seed_changes_the_order_only() -> None:
     """Guards a curve that is heavy-tailed with every seed, and requests that do not fit the context."""
-    one, other = (skewed_workload(50, 20, 30, 1.0, VOCABULARY, 1000, seed) for seed in (1, 2))
+    lengths = LengthDistribution(20, 20, skew=1.0), LengthDistribution(30, 30, skew=1.0)
+    one, other = (synthetic_workload(50, *lengths, VOCABULARY, 1000, seed) for seed in (1, 2))
     assert one.output_lengths != other.output_lengths
     assert sorted(one.output_lengths) == sorted(other.output_lengths) == skewed_lengths(50, 30, 1.0)
     assert sorted(map(len, one.prompts)) == skewed_lengths(50, 20, 1.0)
-    with pytest.raises(ConfigError, match=r"With a skew of 1, the longest request has \d+ tokens; the model's context"):
-        skewed_workload(50, 20, 30, 1.0, VOCABULARY, 60, 1)
+    with pytest.raises(ConfigError, match=r"The longest request has \d+ tokens; the model's context holds 60"):
+        synthetic_workload(50, *lengths, VOCABULARY, 60, 1)
 
 
 def test_counts_are_those_of_engines() -> None:
@@ -91,10 +92,10 @@ def test_defaults_of_experiments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (usual.skew, usual.requests, usual.rounds, usual.engine.speculate) == ((), 32, 3, "auto")
     skewed = options_of(["--preset", "skewed"], monkeypatch)
     assert (skewed.skew, skewed.requests, skewed.batch_size, skewed.is_curve) == ((1.0,), 384, 16, False)
-    assert (skewed.strategies, skewed.mean_lengths) == (["static", "continuous"], (24, 32))
+    assert (skewed.strategies, skewed.input_len, skewed.output_len) == (["static", "continuous"], "24", "32")
     assert options_of(["--speculate", "off"], monkeypatch).strategies == ["none", "static", "continuous"]
     other = options_of(["--preset", "skewed", "--skew", "2,0", "--output-len", "9"], monkeypatch)
-    assert (other.skew, other.mean_lengths, other.is_curve) == ((0.0, 2.0), (24, 9), True)
+    assert (other.skew, other.output_len, other.is_curve) == ((0.0, 2.0), "9", True)
     assert options_of(["--preset", "article"], monkeypatch).output_len == "32"
     assert options_of(["--users", "4"], monkeypatch).rounds == 1
     assert options_of(["--users", "32,4,32", "--rounds", "2"], monkeypatch).users == (4, 32)
