@@ -73,13 +73,9 @@ def advice(scenario: Scenario) -> str:
 
 def expected_arrivals(scenario: Scenario) -> str:
     """A sentence if the users of a scenario will not all have come when it ends; else nothing."""
-    coming = scenario.rate * scenario.duration_s
-    if coming >= scenario.users:
-        return ""
-    return (
-        f"about {coming:,.0f} of {format_count(scenario.users, 'user')} will arrive in {scenario.duration_s:g} s at "
-        f"{scenario.rate:g} a second. {advice(scenario)}"
-    )
+    coming, users = scenario.rate * scenario.duration_s, format_count(scenario.users, "user")
+    when = f"in {scenario.duration_s:g} s at {scenario.rate:g} a second"
+    return "" if coming >= scenario.users else f"about {coming:,.0f} of {users} will arrive {when}. {advice(scenario)}"
 
 
 def measure(options: BenchOptions, on_progress: OnProgress) -> Page:
@@ -138,19 +134,13 @@ def report_of(
     if capacity is not None:
         points = [run.figures | {"users": users} for users, run in runs.items()]
         data = {**about, "capacity_users": capacity.users, "capacity_is_limit": capacity.is_limit, "points": points}
-    data["work"] = {
+    names = "rate", "turns", "input_len", "output_len", "slo_tps", "rounds", "seed"
+    data["work"] = {name: getattr(options, name) for name in names} | {
         "users": list(options.users),
         "users_arrived": max(run.figures["users"] for run in runs.values()),
-        "rate": scenario.rate,
         "duration_s": scenario.duration_s,
-        "think_s": scenario.think_s,
-        "turns": scenario.turns,
-        "input_len": options.input_len,
-        "output_len": options.output_len,
+        "think_s": options.think,
         "slo_ttft_s": options.slo_ttft,
-        "slo_tps": options.slo_tps,
-        "rounds": options.rounds,
-        "seed": options.seed,
     }
     data["rounds"] = [
         run.figures | {"users": users, "round": number}
