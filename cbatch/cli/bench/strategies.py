@@ -7,7 +7,6 @@ import ctypes
 import gc
 import random
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,6 @@ import torch
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError, RequestError
-from cbatch.base.params import SamplingParams
 from cbatch.cli.bench.recorder import RunRecord, RunRecorder
 from cbatch.cli.bench.workload import Workload
 from cbatch.engine.stepping_engine import SteppingEngine
@@ -266,6 +264,14 @@ def _engine(experiment: Experiment, context: int, budget: int, *, own_model: boo
     return SteppingEngine(config, None if own_model else experiment.loaded)
 
 
+def _run_prompt(engine: SteppingEngine, length: int, tokens: int) -> RunRecord:
+    """Runs one prompt to this number of output tokens."""
+    recorder = RunRecorder(engine, [tokens], 1)
+    recorder.add(0, [1] * length, tokens)
+    recorder.run()
+    return recorder.finish()
+
+
 def _prompt_memory(experiment: Experiment, length: int, budget: int) -> dict[str, Any]:
     """Peak memory of one long prompt in steps of `budget` tokens, without weights and KV cache.
 
@@ -274,24 +280,15 @@ def _prompt_memory(experiment: Experiment, length: int, budget: int) -> dict[str
     fast_model = experiment.loaded.fast_model
     own_model = fast_model is not None and fast_model.device.type == "cpu"
 
-    def compute(prompt: list[int]) -> None:
-        engine.add(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
-        while engine.has_work:
-            for event in engine.step():
-                if event.error is not None:
-                    raise event.error
-
     with _engine(experiment, length + 1, budget, own_model=own_model) as engine:
         engine.zero_cache()
         release_free_memory()
-        compute([1])  # touches what any step does, such as weights that are mapped from a file
+        _run_prompt(engine, 1, 1)  # touches what any step does, such as weights that are mapped from a file
         with peak_memory(engine.device, releases=False) as memory:
-            start = time.perf_counter()
             try:
-                compute([1] * length)
+                elapsed = _run_prompt(engine, length, 1).elapsed_s
             except RequestError as error:
                 raise ConfigError(f"A prompt of {length:,} tokens could not be measured: {error}") from error
-            elapsed = time.perf_counter() - start
     return {"prompt_tokens": length, "tokens_a_step": budget, "peak_bytes": memory["bytes"], "elapsed_s": elapsed}
 
 
@@ -300,14 +297,8 @@ def _token_costs(experiment: Experiment, context: int) -> list[dict[str, Any]]:
     costs, length = [], SHORTEST
     with _engine(experiment, context, context) as engine:
         while length + REPEATS + 1 <= context:
-            engine.add([1] * length, SamplingParams(max_tokens=REPEATS + 1, ignore_eos=True))
-            times = []
-            while engine.has_work:
-                start = time.perf_counter()
-                engine.step()
-                engine.synchronize()
-                times.append(time.perf_counter() - start)
-            middle = sorted(times[1:])[REPEATS // 2]
-            costs.append({"context_tokens": length, "without_cache_s": times[0], "with_cache_s": middle})
+            first_s, *times = [step.end - step.start for step in _run_prompt(engine, length, REPEATS + 1).steps]
+            middle = sorted(times)[REPEATS // 2]
+            costs.append({"context_tokens": length, "without_cache_s": first_s, "with_cache_s": middle})
             length *= 2
     return costs
