@@ -146,15 +146,14 @@ def typical_steps(steps: Sequence[RecordedStep]) -> range:
 
     They have at least half as many drafted tokens as any others.
     """
-    windows = [range(first, first + MAX_STEPS) for first in range(len(steps) - MAX_STEPS + 1)]
-    if not windows:
+    if len(steps) <= MAX_STEPS:
         return range(len(steps))
-    counts = [count_drafts(steps[n] for n in window) for window in windows]
-    drafted, accepted = count_drafts(steps)
-    most = max(count for count, _ in counts)
-    many = [n for n, (count, _) in enumerate(counts) if count > 0 and 2 * count >= most]
-    distance = {n: abs(counts[n][1] / counts[n][0] - accepted / drafted) for n in many}
-    return windows[min(many, key=lambda n: (distance[n], -counts[n][0]), default=0)]
+    of_steps = np.array([count_drafts([step]) for step in steps])
+    drafted, accepted = (np.convolve(counts, np.ones(MAX_STEPS), "valid") for counts in of_steps.T)
+    share = of_steps[:, 1].sum() / max(of_steps[:, 0].sum(), 1)
+    distance = np.where(2 * drafted >= drafted.max(), abs(accepted / np.maximum(drafted, 1) - share), np.inf)
+    first = int(np.lexsort((-drafted, distance))[0])
+    return range(first, first + MAX_STEPS)
 
 
 def tokens_shown(chunk: RecordedChunk) -> dict[str, int]:
