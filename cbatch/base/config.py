@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
-from cbatch.base.errors import ConfigError
+from cbatch.base.errors import ConfigError, os_errors_as
 from cbatch.base.option import check_options, documented, option, parse_json
 from cbatch.base.units import parse_memory
 
@@ -121,6 +122,19 @@ class EngineConfig:
         metavar="NAME",
         choices=REPLY_FORMATS,
     )
+    chat_template: str | None = _model(
+        None,
+        "Jinja chat template instead of the model's own: a file, or the text itself.",
+        more="Such as one that takes tools. It is part of a row's key.",
+        metavar="FILE|TEXT",
+    )
+    max_model_len: int | None = _engine(
+        None,
+        "Longest context, prompt and output together, in tokens.",
+        more="At most the model's own, which is the default. On a CPU, the KV cache is as large as it needs.",
+        metavar="N",
+        low=1,
+    )
     max_seqs: int | None = _engine(
         None,
         "Most requests that run at once.",
@@ -206,6 +220,8 @@ class EngineConfig:
         return 1 if self.tensor_parallel == "auto" else self.tensor_parallel
 
     def __post_init__(self) -> None:
+        if self.chat_template is not None:  # here, so that processes on other machines need no file
+            object.__setattr__(self, "chat_template", _read_template(self.chat_template))
         check_options(self)
         if not isinstance(self.weights_folder, str | None):
             raise ConfigError(f"weights_folder must be a text, not {self.weights_folder!r}.")
@@ -239,6 +255,54 @@ class EngineConfig:
                 "--device-map auto runs a model by the layers of transformers, which have no quantized weights here; "
                 "leave out --quantize or --device-map."
             )
+
+
+class EngineOptions(TypedDict, total=False):
+    """The fields of `EngineConfig`, except `model`, as arguments of a call."""
+
+    revision: str | None
+    device: str
+    dtype: str | Any
+    quantize: str | None
+    activations: str
+    tensor_parallel: int | Literal["auto"]
+    device_map: Literal["none", "auto"]
+    max_memory: Mapping[str, str | int] | None
+    offload_folder: str | None
+    reply_format: str
+    chat_template: str | os.PathLike[str] | None
+    max_model_len: int | None
+    max_seqs: int | None
+    max_batch_tokens: int | None
+    threads: int | None
+    prefix_cache: bool
+    attention: str
+    deterministic: bool
+    cuda_graphs: bool
+    run_ahead: bool | None
+    target_step_ms: float | Literal["auto"] | None
+    speculate: int | Literal["auto", "off"]
+    block_size: int
+    kv_dtype: str
+    kv_cache_memory: str | None
+    kv_blocks: int | None
+    state_dtype: str
+    state_slots: int | None
+    weight_cache: bool
+    weight_cache_size: str | None
+    weights_folder: str | None
+    lora: Mapping[str, str] | None
+
+
+def _read_template(given: Any) -> Any:
+    """The text of a chat template, which is given itself or in a file. Raises ConfigError if it cannot be read."""
+    if not isinstance(given, os.PathLike) and (not isinstance(given, str) or "{%" in given or "{{" in given):
+        return given
+    with os_errors_as(ConfigError, f"Cannot read the chat template {os.fspath(given)!r}"):
+        try:
+            return Path(given).expanduser().read_text(encoding="utf-8")
+        except ValueError as error:
+            raise ConfigError(f"The chat template {os.fspath(given)!r} is no text in UTF-8: {error}.") from error
 
 
 def _check_max_memory(limits: Any) -> None:

@@ -140,6 +140,14 @@ class MeasuredCache(NamedTuple):
     memory: DeviceMemory
 
 
+def context_of(config: EngineConfig, model: Model) -> int:
+    """Tokens of the longest sequence. Raises ConfigError if the config asks for more than the model has."""
+    asked, longest = config.max_model_len, model.max_model_len
+    if asked is not None and asked > longest:
+        raise ConfigError(f"max_model_len is {asked:,}; it can be at most the model's own, {longest:,}.")
+    return asked or longest
+
+
 def measure_cache(
     config: EngineConfig, execution: Execution, limits: StepLimits, num_processes: int = 1
 ) -> MeasuredCache:
@@ -152,7 +160,7 @@ def measure_cache(
     model, attention = execution.model, execution.attention
     size = config.block_size
     block_bytes, slot_bytes = bytes_per_device(model, attention, size, _state_dtype(config))
-    wanted = -(-model.max_model_len // size)
+    wanted = -(-context_of(config, model) // size)
     blocks_wanted = limits.max_seqs * wanted
     if not model.layers:
         blocks_wanted = max(wanted, min(blocks_wanted, _INDEX_BLOCKS))

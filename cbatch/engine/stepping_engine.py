@@ -19,6 +19,7 @@ from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request, RequestDefaults, ToolChoice
 from cbatch.base.units import format_bytes, format_count
 from cbatch.engine.fallback import configured_execution
+from cbatch.engine.kv_cache_sizing import context_of
 from cbatch.engine.loading import load_runner
 from cbatch.engine.loop import StepLoop
 from cbatch.engine.model_runner import ModelRunner
@@ -96,6 +97,8 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         parts = [self.loaded.fingerprint, dtype, template, sorted(self.loaded.eos_ids)]
         if self.config.state_dtype != "auto" and self.model.states:
             parts.append(f"states in {self.config.state_dtype}")
+        if self.limits.max_model_len < self.model.max_model_len:
+            parts.append(f"context {self.limits.max_model_len}")
         if self.config.kv_dtype != "auto":
             parts.append(f"KV cache in {self.config.kv_dtype}")
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
@@ -123,7 +126,7 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
             "device": str(self.device),
             "threads": describe_threads(),
             "attention": self.attention,
-            "context": f"{model.max_model_len:,} tokens",
+            "context": f"{limits.max_model_len:,} tokens",
             "KV cache": f"{limits.cache_tokens:,} tokens in {limits.num_blocks:,} blocks of {limits.block_size}: "
             f"{format_bytes(limits.cache_tokens * per_token)}{share}, {format_bytes(per_token)} a token"
             if per_token
@@ -455,7 +458,7 @@ def _make_scheduler(config: EngineConfig, runner: ModelRunner, limits: StepLimit
     return Scheduler(
         BlockPool(runner.num_blocks, config.block_size),
         limits,
-        model.max_model_len,
+        context_of(config, model),
         prefix_cache=config.prefix_cache,
         state_slots=StateSlots(state_pool.num_slots) if state_pool is not None else None,
         chunk_multiple=model.chunk_multiple,

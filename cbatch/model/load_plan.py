@@ -45,6 +45,7 @@ class LoadPlan:
     weight_cache: where packed weights are kept; for the fast path on a CPU
     device_map:   spread the model if it does not fit on its device
     reply_format: name of what the model writes, or auto
+    chat_template: instead of the model's own
     kv_dtype:     of the KV cache; None: that of the model
     part:         which part of the model this process has, of several that compute it together
     """
@@ -59,6 +60,7 @@ class LoadPlan:
     weight_cache: WeightCache | None = None
     device_map: DeviceMap | None = None
     reply_format: str = "auto"
+    chat_template: str | None = None
     kv_dtype: torch.dtype | None = None
     part: Part = WHOLE
 
@@ -85,6 +87,7 @@ class LoadPlan:
             weight_cache=WeightCache.of_config(config),
             device_map=choose_device_map(config, device),
             reply_format=config.reply_format,
+            chat_template=config.chat_template,
             kv_dtype=check_kv_dtype(config.kv_dtype, config.attention, device),
         )
 

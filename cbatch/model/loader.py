@@ -182,6 +182,8 @@ def _load(plan: LoadPlan) -> LoadedModel:
 
 
 def _checked_tokenizer(plan: LoadPlan, tokenizer: TextTokenizer | None) -> ChatTokenizer | None:
+    if tokenizer is not None and plan.chat_template is not None:
+        tokenizer = replace(tokenizer, chat_template=plan.chat_template)
     made = ChatTokenizer(tokenizer, plan.reply_format) if tokenizer is not None else None
     if made is not None:
         made.try_template()

@@ -89,7 +89,7 @@ def _dump(value: object) -> bytes:
 def explain_difference(here: str, there: str) -> str:
     """Says what must have changed if two keys of the same line differ."""
     if here[MODEL] != there[MODEL]:
-        return "another model, dtype, chat template or --date"
+        return "another model, dtype, chat template, --max-model-len or --date"
     if (here[SAMPLING] == NO_SAMPLING) != (there[SAMPLING] == NO_SAMPLING):
         return "a line that was refused then and is accepted now, or the other way round (perhaps --allow-unknown)"
     if here[INPUT] != there[INPUT]:

@@ -74,7 +74,10 @@ OTHER_INPUT = (
     "another input, another --system, --template, --template-kwargs, --raw or --format, another LoRA adapter, "
     "or a version of cbatch that read a column differently"
 )
-SAMPLING, MODEL = "made with other sampling parameters", "made with another model, dtype, chat template or --date"
+SAMPLING, MODEL = (
+    "made with other sampling parameters",
+    "made with another model, dtype, chat template, --max-model-len or --date",
+)
 CHANGES: dict[str, tuple[list[Any], str]] = {
     "input": (replaced(0, {**ROWS[0], "prompt": "goodbye"}), f"1 made with {OTHER_INPUT} (first: line 1)"),
     "column": (replaced(4, {**ROWS[4], "note": "other"}), f"1 made with {OTHER_INPUT} (first: line 5)"),
