@@ -10,19 +10,20 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing
 from dataclasses import fields, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, NoReturn, TypedDict, Unpack, overload
+from types import MappingProxyType
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from tqdm import tqdm
 
 from cbatch.base.chat_template_options import DEFAULT_TEMPLATE, TemplateOptions
-from cbatch.base.config import EngineConfig
+from cbatch.base.config import EngineConfig, EngineOptions
 from cbatch.base.errors import ConfigError, EngineError, RequestError, invalid_row
-from cbatch.base.params import SamplingParams
+from cbatch.base.params import SamplingOptions, SamplingParams
 from cbatch.base.request import ParamsLike, Request, RequestDefaults
 from cbatch.base.spelling import similar_name
 from cbatch.batch.answer_cache import DEFAULT_CACHE_SIZE, CacheConfig
@@ -45,6 +46,7 @@ from cbatch.requests.prompts import (
     list_prompts,
     plain,
     read_prompt,
+    with_options,
 )
 from cbatch.requests.rows import CHAT, set_defaults
 from cbatch.runtime.tracing import StepTracer
@@ -61,21 +63,35 @@ Params = ParamsLike | Sequence[ParamsLike | None] | None
 """Sampling parameters for all prompts, one for each, or None for the model's own defaults."""
 
 
+OTHER_NAMES = {
+    "model_path": "model", "model_id": "model", "pretrained_model_name_or_path": "model",
+    "max_num_seqs": "max_seqs", "max_num_batched_tokens": "max_batch_tokens", "num_gpu_blocks_override": "kv_blocks",
+    "kv_cache_dtype": "kv_dtype", "enable_prefix_caching": "prefix_cache", "tensor_parallel_size": "tensor_parallel",
+    "n_threads": "threads", "num_thread": "threads", "torch_dtype": "dtype",
+    "n_ctx": "max_model_len", "num_ctx": "max_model_len", "context_length": "max_model_len",
+}  # fmt: skip
+"""Options of vLLM, transformers, llama-cpp-python and ollama, and ours that mean the same."""
+
 FOREIGN_OPTIONS = {
-    "gpu_memory_utilization": 'kv_cache_memory, such as "90%"',
-    "max_num_seqs": "max_seqs",
-    "max_num_batched_tokens": "max_batch_tokens",
-    "quantization": "quantize",
-    "kv_cache_dtype": "kv_dtype",
-    "enable_prefix_caching": "prefix_cache",
-    "enforce_eager": "cuda_graphs=False",
-    "num_gpu_blocks_override": "kv_blocks",
-    "attention_backend": "attention",
-    "torch_dtype": "dtype",
-    "enable_lora": 'lora={"name": folder}',
-    "lora_modules": 'lora={"name": folder}',
+    "gpu_memory_utilization": 'use kv_cache_memory="90%".',
+    "quantization": 'a model\'s own format is found; quantize="int8" rounds weights.',
+    "load_in_8bit": 'use quantize="int8".',
+    "load_in_4bit": 'use quantize="int4".',
+    "enforce_eager": "use cuda_graphs=False.",
+    "attention_backend": "use attention.",
+    "attn_implementation": "use attention.",
+    "enable_lora": 'use lora={"name": folder}.',
+    "lora_modules": 'use lora={"name": folder}.',
+    "trust_remote_code": "code that comes with a model is never run.",
+    "n_gpu_layers": 'use device="cuda", or device_map="auto" for a model that is larger than the GPU.',
+    "tokenizer": "the tokenizer is that of the model's folder.",
+    "seed": "each call has a seed.",
 }
-"""Options of vLLM and transformers, and ours that do the same."""
+"""Options of theirs that have another form here, or none."""
+
+DTYPE_NAMES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}
+
+EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 EXIT_SECONDS = 2.0
 """How long a program that ends without closing its engine waits for the step in flight."""
@@ -100,9 +116,13 @@ class ChatOptions(TypedDict, total=False):
     add_generation_prompt: bool
 
 
-class _ChatCallOptions(ChatOptions, total=False):
+class _CallOptions(SamplingOptions, total=False):
     seed: int | None
     progress: bool
+
+
+class _ChatCallOptions(ChatOptions, _CallOptions, total=False):
+    pass
 
 
 def _of_core(name: str, setter: Callable[[Engine, Any], None] | None = None) -> Any:
@@ -134,7 +154,7 @@ class Engine(AbstractContextManager["Engine"]):
         *,
         loaded: LoadedModel | None = None,
         trace: StepTracer | None = None,
-        **options: Any,
+        **options: Unpack[EngineOptions],
     ) -> None:
         """
         model:   folder or hub id, or a whole EngineConfig; None: the bundled demo model
@@ -154,16 +174,22 @@ class Engine(AbstractContextManager["Engine"]):
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is a list of texts, for mypy
-        self, prompts: OnePrompt, params: Params = None, *, seed: int | None = 0, progress: bool = False
+        self, prompts: OnePrompt, params: Params = None, **options: Unpack[_CallOptions]
     ) -> Completion: ...
 
     @overload
     def generate(
-        self, prompts: ManyPrompts, params: Params = None, *, seed: int | None = 0, progress: bool = False
+        self, prompts: ManyPrompts, params: Params = None, **options: Unpack[_CallOptions]
     ) -> list[Completion]: ...
 
     def generate(
-        self, prompts: Any, params: Params = None, *, seed: int | None = 0, progress: bool = False
+        self,
+        prompts: Any,
+        params: Params = None,
+        *,
+        seed: int | None = 0,
+        progress: bool = False,
+        **sampling: Unpack[SamplingOptions],
     ) -> Completion | list[Completion]:
         """Completes one prompt, or several together; returns a completion, or a list of them in the same order.
 
@@ -171,15 +197,18 @@ class Engine(AbstractContextManager["Engine"]):
                   or a list of these
         params:   sampling parameters for all prompts or one for each: objects, or mappings that are put on top of the
                   model's own defaults
-        seed:     seed of all randomness; the same one gives the same outputs. None takes a new one
+        seed:     seed of all randomness; the same one gives the same outputs, so that a loop of one call gives one
+                  text for ever, at any temperature. None takes a new one at each call
         progress: whether to show a progress bar on stderr
+        sampling: sampling parameters by their names, on top of `params`: `generate(prompts, max_tokens=50)`
 
         A prompt that cannot be served does not raise: its completion has an `error`. Raises RequestError if the
         arguments themselves are wrong, ConfigError if they need a package that is not installed, and EngineError if the
         engine is closed.
         """
         values, is_single = list_prompts(prompts)
-        results = self._complete(self._encoded(values, params, seed), len(values), progress=progress)
+        progress = bool(dict[str, Any](sampling).get("use_tqdm", progress))
+        results = self._complete(self._encoded(values, params, seed, sampling), len(values), progress=progress)
         return results[0] if is_single else results
 
     @overload
@@ -199,20 +228,28 @@ class Engine(AbstractContextManager["Engine"]):
         *,
         seed: int | None = 0,
         progress: bool = False,
-        **options: Unpack[ChatOptions],
+        **options: Any,
     ) -> Completion | list[Completion]:
         """The model's next message in one conversation, or in several together.
 
         conversations: a list of messages, `[{"role": "user", "content": "Hi"}]`, or a list of such lists
         options:       see ChatOptions; the other arguments, the result and errors are those of `generate`
         """
-        _check_chat_options(options)
+        fields, sampling = _chat_fields(options)
         values, is_single = list_conversations(conversations)
-        requests = self._encoded(values, params, seed, options)
+        progress = bool(sampling.get("use_tqdm", progress))
+        requests = self._encoded(values, params, seed, sampling, fields)
         results = self._complete(requests, len(values), progress=progress)
         return results[0] if is_single else results
 
-    def stream(self, prompts: OnePrompt | ManyPrompts, params: Params = None, *, seed: int | None = 0) -> Stream:
+    def stream(
+        self,
+        prompts: OnePrompt | ManyPrompts,
+        params: Params = None,
+        *,
+        seed: int | None = 0,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Stream:
         """Completes one prompt, or several together; the result gives an event for each token as it comes.
 
         `event.index` is the number of the prompt, `event.text` its new text; the last event of each prompt has its
@@ -220,42 +257,54 @@ class Engine(AbstractContextManager["Engine"]):
         `generate`.
         """
         values, _ = list_prompts(prompts)
-        return Stream(self.thread, list(self._encoded(values, params, seed)), owner=self)
+        return Stream(self.thread, list(self._encoded(values, params, seed, sampling)), owner=self)
 
     @overload
     async def agenerate(  # type: ignore[overload-overlap]
-        self, prompts: OnePrompt, params: Params = None, *, seed: int | None = 0
+        self, prompts: OnePrompt, params: Params = None, **options: Unpack[_CallOptions]
     ) -> Completion: ...
 
     @overload
     async def agenerate(
-        self, prompts: ManyPrompts, params: Params = None, *, seed: int | None = 0
+        self, prompts: ManyPrompts, params: Params = None, **options: Unpack[_CallOptions]
     ) -> list[Completion]: ...
 
     async def agenerate(
-        self, prompts: Any, params: Params = None, *, seed: int | None = 0
+        self,
+        prompts: Any,
+        params: Params = None,
+        *,
+        seed: int | None = 0,
+        progress: bool = False,
+        **sampling: Unpack[SamplingOptions],
     ) -> Completion | list[Completion]:
         """`generate` for asyncio: other tasks run meanwhile. A task that is cancelled cancels its requests."""
         values, is_single = list_prompts(prompts)
         thread = self.thread
         thread.check_may_wait()
-        requests = await asyncio.to_thread(lambda: list(self._encoded(values, params, seed)))
+        requests = await asyncio.to_thread(lambda: list(self._encoded(values, params, seed, sampling)))
         mailbox = Mailbox()
-        with closing(RequestGroup(thread)) as group:
+        with closing(RequestGroup(thread)) as group, _Progress(len(values), "prompts", shown=progress) as bar:
             ended = [
                 group.submit(one, mailbox.put, only_last=True) if isinstance(one, Request) else one for one in requests
             ]
             for one in ended:
-                if isinstance(one, OutputProcessor):
-                    await mailbox.get(group)
+                bar.count(one if isinstance(one, Completion) else await mailbox.get(group))
         results = await asyncio.to_thread(_completions, ended)
         return results[0] if is_single else results
 
-    def astream(self, prompts: OnePrompt | ManyPrompts, params: Params = None, *, seed: int | None = 0) -> AsyncStream:
+    def astream(
+        self,
+        prompts: OnePrompt | ManyPrompts,
+        params: Params = None,
+        *,
+        seed: int | None = 0,
+        **sampling: Unpack[SamplingOptions],
+    ) -> AsyncStream:
         """`stream` for asyncio: `async for event in engine.astream(...)`."""
         values, _ = list_prompts(prompts)
-        list_params(params, len(values))
-        return AsyncStream(self.thread, lambda: list(self._encoded(values, params, seed)))
+        thread, requests = self.thread, self._encoded(values, params, seed, sampling)
+        return AsyncStream(thread, lambda: list(requests), owner=self)
 
     @overload
     def score(  # type: ignore[overload-overlap]
@@ -366,8 +415,7 @@ class Engine(AbstractContextManager["Engine"]):
             thread, options, rows, template=template, path=path, resume=resume, ordered=ordered, window=window
         )
         total = len(rows) if isinstance(rows, Sized) else None
-        make_bar = (lambda: tqdm(total=total, unit=" rows")) if progress else None
-        return _results_of(self, thread, results, make_bar)
+        return _results_of(self, thread, results, partial(_Progress, total, "rows", shown=progress))
 
     @property
     def thread(self) -> EngineThread:
@@ -439,11 +487,15 @@ class Engine(AbstractContextManager["Engine"]):
         """Token ids of plain text, as llama-cpp-python calls it. Raises RequestError if the model has no tokenizer."""
         return self.core.encode(text if isinstance(text, str) else text.decode(), raw=True)
 
-    def detokenize(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens too. Raises RequestError if the model has no tokenizer."""
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids. Raises RequestError if the model has no tokenizer."""
         if self.core.tokenizer is None:
             raise invalid_row("This model has no tokenizer.")
-        return self.core.tokenizer.decode(token_ids, skip_special_tokens=False)
+        return self.core.tokenizer.decode(plain(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """`decode` with special tokens, as llama-cpp-python calls it."""
+        return self.decode(token_ids, skip_special_tokens=False)
 
     @property
     def n_ctx(self) -> int:
@@ -462,22 +514,36 @@ class Engine(AbstractContextManager["Engine"]):
         return answer
 
     def _encoded(
-        self, prompts: Sequence[Any], params: Params, seed: int | None, fields: Mapping[str, Any] | None = None
+        self,
+        prompts: Sequence[Any],
+        params: Params,
+        seed: int | None,
+        sampling: Mapping[str, Any] = EMPTY,
+        fields: Mapping[str, Any] = EMPTY,
     ) -> Iterator[Request | Completion]:
         """Requests for the engine, one for each prompt; for a prompt that is refused, its result.
 
-        fields: further fields of each prompt's row
+        sampling: parameters that the call names itself
+        fields:   further fields of each prompt's row
+
+        Raises RequestError now, and not for each prompt, if an argument is wrong for all of them.
         """
+        params = with_options(params, sampling)
         each = list_params(params, len(prompts))
         shared = plain(params) if isinstance(params, SamplingParams | Mapping) else {}
         run_seed = secrets.randbits(64) if seed is None else seed
         processor = self.core.input_processor(RequestDefaults(params=shared, seed=run_seed))
-        for index, (prompt, asked) in enumerate(zip(prompts, each, strict=True)):
-            row = read_prompt(prompt, index, fields or {})
-            complete = asked if asked is not params and not isinstance(asked, Mapping) else None
-            if asked is not params and isinstance(asked, Mapping):  # they differ from prompt to prompt
-                set_defaults(row, asked)
-            yield processor.process(row, partial(_data_of, prompt), complete)
+        processor.request(read_prompt({"messages": [{"role": "user", "content": "?"}]} if fields else "?", 0, fields))
+
+        def requests() -> Iterator[Request | Completion]:
+            for index, (prompt, asked) in enumerate(zip(prompts, each, strict=True)):
+                row = read_prompt(prompt, index, fields)
+                complete = asked if asked is not params and not isinstance(asked, Mapping) else None
+                if asked is not params and isinstance(asked, Mapping):  # they differ from prompt to prompt
+                    set_defaults(row, asked)
+                yield processor.process(row, partial(_data_of, prompt), complete)
+
+        return requests()
 
     def _complete(
         self, requests: Iterable[Request | Completion], count: int, *, progress: bool = False
@@ -485,21 +551,38 @@ class Engine(AbstractContextManager["Engine"]):
         thread = self.thread
         thread.check_may_wait()
         finished: queue.SimpleQueue[Received] = queue.SimpleQueue()
-        bar = tqdm(total=count, unit=" prompts") if progress else None  # it starts a thread even if it is disabled
-        with closing(RequestGroup(thread)) as group, nullcontext() if bar is None else bar:
+        with closing(RequestGroup(thread)) as group, _Progress(count, "prompts", shown=progress) as bar:
             ended = [
                 group.submit(one, finished.put, only_last=True) if isinstance(one, Request) else one for one in requests
             ]
             for one in ended:
-                if isinstance(one, OutputProcessor):
-                    group.next_of(finished)
-                if bar is not None:
-                    bar.update()
+                bar.count(one if isinstance(one, Completion) else group.next_of(finished))
         return _completions(ended)
 
 
 LLM = Engine
 """The name that users of vLLM look for."""
+
+
+class _Progress(AbstractContextManager["_Progress"]):
+    """Counts results, and shows a bar of them if that is asked for."""
+
+    def __init__(self, total: int | None, unit: str, *, shown: bool) -> None:
+        self._bar = tqdm(total=total, unit=f" {unit}") if shown else None  # it starts a thread even if it is disabled
+        self.num_failed = 0
+
+    def count(self, result: Any) -> None:
+        """Takes a completion, or what was received of its request, whose last event says whether there is an error."""
+        has_failed = (result[1] if isinstance(result, tuple) else result).error is not None
+        self.num_failed += has_failed
+        if self._bar is not None:
+            if has_failed:
+                self._bar.set_postfix(failed=self.num_failed, refresh=False)
+            self._bar.update()
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
 
 
 def _completions(ended: Sequence[Completion | OutputProcessor]) -> list[Completion]:
@@ -510,26 +593,28 @@ def _results_of(
     engine: Engine,
     thread: EngineThread,
     results: Generator[Completion],
-    make_bar: Callable[[], tqdm[NoReturn]] | None,
+    make_bar: Callable[[], _Progress],
 ) -> Generator[Completion]:
     """Results of rows. They keep their engine, since one that nobody holds is closed."""
-    bar = make_bar() if make_bar is not None else None  # only now: an iteration that never begins would not close it
-    with closing(results), nullcontext() if bar is None else bar:
+    with closing(results), make_bar() as bar:  # only now: an iteration that never begins would not close it
         thread.check_may_wait()
         for result in results:
-            if bar is not None:
-                bar.update()
+            bar.count(result)
             yield result
             thread.check_may_wait()
 
 
-def _check_chat_options(options: Iterable[str]) -> None:
-    """Raises TypeError for an option that a chat does not have, which would pass as a column of its row."""
-    for name in options:
-        if name not in ChatOptions.__annotations__:
-            meant = similar_name(name, ChatOptions.__annotations__)
-            hint = f"did you mean {meant}?" if meant else "sampling parameters are given in params."
-            raise TypeError(f"Engine.chat has no argument {name!r}; {hint}")
+def _chat_fields(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of a chat that are fields of its rows, and the others, which are sampling parameters.
+
+    Raises TypeError for a misspelt option.
+    """
+    known = ChatOptions.__annotations__
+    for name in options.keys() - known:
+        if meant := similar_name(name, known):
+            raise TypeError(f"Engine.chat has no argument {name!r}; did you mean {meant}?")
+    of_rows = {name: value for name, value in options.items() if name in known}
+    return of_rows, {name: value for name, value in options.items() if name not in known}
 
 
 def _data_of(prompt: Any) -> bytes:
@@ -567,14 +652,23 @@ def _close(core: SteppingEngine, threads: list[EngineThread], process: int, time
 
 
 def _make_config(model: str | os.PathLike[str] | EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
-    known = [field.name for field in fields(EngineConfig)]
-    for name in options:
-        if name not in known:
-            meant = FOREIGN_OPTIONS.get(name) or similar_name(name, known)
-            hint = f"did you mean {meant}?" if meant else f"it has {', '.join(known)}."
-            raise ConfigError(f"An engine has no option {name!r}; {hint}")
+    known, own = [field.name for field in fields(EngineConfig)], dict[str, Any]()
+    for name, value in options.items():
+        meant = OTHER_NAMES.get(name, name)
+        if meant in own or (meant == "model" and model is not None):
+            raise ConfigError(f"{name} is another name of {meant}, which is given, too.")
+        if meant in known:
+            own[meant] = value
+        elif value not in (None, False):
+            similar = similar_name(name, [*known, *OTHER_NAMES])
+            hint = f"did you mean {similar}?" if similar else "help(cbatch.EngineConfig) describes those it has."
+            raise ConfigError(f"An engine has no option {name!r}: {FOREIGN_OPTIONS.get(name, hint)}")
+    if "dtype" in own:
+        name = str(own["dtype"]).removeprefix("torch.")
+        own["dtype"] = DTYPE_NAMES.get(name, name)
     if isinstance(model, EngineConfig):
-        return replace(model, **options)
+        return replace(model, **own)
+    model = own.pop("model", model)
     if model is not None and not isinstance(model, str | os.PathLike):
         raise ConfigError(f"The model must be a folder, a hub id or an EngineConfig, not {type(model).__name__}.")
-    return EngineConfig(**{"model": None if model is None else os.fspath(model), **options})
+    return EngineConfig(model=None if model is None else os.fspath(model), **own)

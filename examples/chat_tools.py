@@ -3,7 +3,7 @@
 python examples/chat_tools.py [MODEL]
 
 Needs a model whose chat template takes tools, such as Qwen/Qwen3-0.6B. That of the bundled demo model takes none, so
-its completion has an error that says so.
+the call is refused.
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from cbatch import Completion, Engine, SamplingParams
+from cbatch import Completion, Engine, RequestError, SamplingParams
 
 TEMPERATURES = {"Paris": 18, "Oslo": 7}
 
@@ -48,7 +48,7 @@ def answer(engine: Engine, question: str) -> Completion:
     for _ in range(3):
         completion = engine.chat(messages, params, tools=TOOLS)
         calls = completion.tool_calls
-        if not calls:  # also if there is an error
+        if not calls:
             return completion
         said = {"role": "assistant", "content": completion.text, "tool_calls": [call.to_dict() for call in calls]}
         messages.append(said)
@@ -61,5 +61,8 @@ def answer(engine: Engine, question: str) -> Completion:
 
 model = sys.argv[1] if len(sys.argv) > 1 else None  # None is the bundled demo model
 with Engine(model) as shared_engine:
-    done = answer(shared_engine, "How warm is it in Paris?")
-print(f"No answer: {done.error}" if done.error is not None else done.text)
+    try:
+        done = answer(shared_engine, "How warm is it in Paris?").raise_for_error()
+        print(done.text)
+    except RequestError as error:
+        print(f"No answer: {error}")

@@ -6,8 +6,8 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeGuard, TypeVar, get_args
+from functools import lru_cache, partial, wraps
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, TypeGuard, TypeVar, get_args
 
 from cbatch.base.errors import RequestError, invalid_row
 from cbatch.base.option import Option, documented
@@ -526,9 +526,79 @@ PARAMS: dict[str, Param] = {field.name: field.metadata["option"] for field in fi
 PARAM_NAMES: tuple[str, ...] = tuple(PARAMS)
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 _CHANGES_LOGITS = tuple(name for name, info in PARAMS.items() if info.changes_logits)
+ALIASES = {
+    "max_completion_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "num_return_sequences": "n",
+    "stop_strings": "stop",
+    "repeat_penalty": "repetition_penalty",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""Other names of sampling parameters, whose values mean the same."""
+
+
+def _takes_aliases(make: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of SamplingParams, with its arguments by their other names, too."""
+
+    @wraps(make)
+    def init(self: SamplingParams, **given: Any) -> None:
+        if not given.keys() <= PARAMS.keys():
+            own: dict[str, Any] = {}
+            for name, value in given.items():
+                meant = ALIASES.get(name, name)
+                if meant not in PARAMS:
+                    raise _unknown(name, "; params as a mapping take the names of OpenAI, vLLM and ollama.")
+                if own.setdefault(meant, value) != value:
+                    raise invalid_row(f"{name} is {value!r}, but another name of it is {own[meant]!r}.")
+            given = own
+        make(self, **given)
+
+    return init
+
+
+SamplingParams.__init__ = _takes_aliases(SamplingParams.__init__)  # type: ignore[method-assign]
 DEFAULT_PARAMS = SamplingParams()
 
 documented(SamplingParams)
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `SamplingParams`, except `seed`, as arguments of a call."""
+
+    max_tokens: int | None
+    min_tokens: int
+    thinking_budget: int | None
+    reasoning_effort: Effort | None
+    n: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    top_n_sigma: float
+    stop: str | Sequence[str]
+    stop_token_ids: int | Sequence[int]
+    ignore_eos: bool
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: LogitBias
+    bad_words: str | Sequence[str]
+    allowed_token_ids: int | Sequence[int] | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    echo: bool
+    skip_special_tokens: bool
+    response_format: str | Mapping[str, Any] | type | None
+    regex: str | None
+    choice: Sequence[str] | None
+    grammar: str | None
+    close_forms: bool
+    pretty_json: bool
+    lora: str
 
 
 def with_overrides(params: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -546,7 +616,7 @@ def derive_seed(run_seed: int, kind: str, name: str | float) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "little")
 
 
-def _unknown(name: object) -> RequestError:
+def _unknown(name: object, otherwise: str = ".") -> RequestError:
     meant = similar_name(name, PARAM_NAMES) if isinstance(name, str) else None
-    advice = f"; did you mean {meant!r}?" if meant else "."
+    advice = f"; did you mean {meant!r}?" if meant else otherwise
     return RequestError("unknown_parameter", f"There is no sampling parameter {repr(name)[:60]}{advice}")

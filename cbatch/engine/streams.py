@@ -223,9 +223,15 @@ class AsyncStream(AsyncIterator[StreamEvent], AbstractAsyncContextManager["Async
     events.
     """
 
-    def __init__(self, thread: EngineThread, encode: Callable[[], Sequence[Request | Completion]]) -> None:
-        """`encode` makes the requests; it is called on another thread, since it may take long."""
+    def __init__(
+        self, thread: EngineThread, encode: Callable[[], Sequence[Request | Completion]], owner: object = None
+    ) -> None:
+        """
+        encode: makes the requests; it is called on another thread, since it may take long
+        owner:  kept until the stream ends: an Engine that nobody holds is closed
+        """
         self._thread = thread
+        self._owner = owner
         self._group = RequestGroup(thread)
         self._encode = encode
         self._reading = asyncio.Lock()
@@ -267,7 +273,8 @@ class AsyncStream(AsyncIterator[StreamEvent], AbstractAsyncContextManager["Async
 
     def _close(self) -> None:
         self._is_closed = True
-        self._encode = list  # the other one refers to the engine
+        self._owner = None
+        self._encode = list
         self._group.close()
         if self._mailbox is not None:
             with suppress(RuntimeError):  # the loop is closed: nobody waits

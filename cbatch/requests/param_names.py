@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from cbatch.base.errors import RequestError, invalid_row
-from cbatch.base.params import EFFORTS, PARAM_NAMES
+from cbatch.base.params import ALIASES, EFFORTS, PARAM_NAMES
 from cbatch.base.spelling import shortened, similar_name
 from cbatch.base.strict_json import json_type
 
@@ -28,20 +28,6 @@ TEMPLATE_FIELDS = ("chat_template_kwargs", "add_generation_prompt", "continue_fi
 TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 ROW_FIELDS = ("messages", "prompt", "prompt_token_ids", "id", "custom_id", "raw", "system", "priority", *TOOL_FIELDS)
 """Fields of a row that are no parameters."""
-
-ALIASES = {
-    "max_completion_tokens": "max_tokens",
-    "max_new_tokens": "max_tokens",
-    "max_output_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "num_return_sequences": "n",
-    "stop_strings": "stop",
-    "repeat_penalty": "repetition_penalty",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-}
-"""Other names of sampling parameters, whose values mean the same."""
 
 IGNORED = frozenset(
     "model user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_options "
@@ -128,7 +114,9 @@ _REASONS: dict[str, dict[str, list[Any]]] = {
     "engine.stream gives what is new, engine.generate all of it": {"output_kind": []},
     "use grammar, or tools with tool_choice": {"structural_tag": []},
     "the blanks between parts of JSON are fixed; use grammar to choose them": {"guided_whitespace_pattern": []},
-    "a template never comes from a row; the model's own is used": {"chat_template": [], "template": [""]},
+    "a template never comes from a row; --chat-template (in Python Engine(chat_template=...)) gives another": {
+        "chat_template": [], "template": [""],
+    },
     "chat templates get no documents; write them into a message": {"documents": [[]]},
     "special tokens come from the chat template or the tokenizer; prompt_token_ids says them exactly": {
         "add_special_tokens": [],
@@ -136,7 +124,7 @@ _REASONS: dict[str, dict[str, list[Any]]] = {
     "the model stays loaded until the run or the program ends": {"keep_alive": []},
     "a context is never shifted: an output ends where it is full": {"shift": [False], "num_keep": [0]},
     "give the earlier turns as messages": {"context": [[]]},
-    "the context is the model's own; --kv-cache-memory (in Python kv_cache_memory) sizes the cache": {"num_ctx": []},
+    "--max-model-len (in Python Engine(max_model_len=...)) sets the context of all requests": {"num_ctx": []},
     "repetition_penalty counts all tokens of prompt and output": {"repeat_last_n": [-1]},
     "penalties count line breaks like all tokens": {"penalize_newline": [True]},
     "there is no mirostat sampling; use top_p or min_p": {"mirostat": [0], "mirostat_tau": [], "mirostat_eta": []},

@@ -10,6 +10,7 @@ from typing import Any
 from cbatch.base.errors import RequestError, invalid_row
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import ParamsLike, Request
+from cbatch.requests.param_names import own_params
 from cbatch.requests.rows import PROMPT_FIELDS, fill_row
 
 Conversation = Sequence[Mapping[str, Any]]
@@ -69,6 +70,29 @@ def list_params(params: Any, count: int) -> list[ParamsLike | None]:
             f"There are {count:,} prompts and {len(values):,} sampling parameters; give one for each prompt."
         )
     return [plain(value) for value in values]
+
+
+def with_options(params: Any, options: Mapping[str, Any]) -> Any:
+    """The sampling parameters of a call, with those on top that are arguments of their own. Raises RequestError.
+
+    params: for all prompts or for each, or None
+    """
+    options = {name: value for name, value in options.items() if name != "use_tqdm"}
+    if "sampling_params" in options:  # vLLM's name
+        if params is not None:
+            raise invalid_row("params and sampling_params are two names of one argument.")
+        params = options.pop("sampling_params")
+    if not options:
+        return params
+    given, template = own_params(options)
+    if isinstance(params, SamplingParams):
+        if template:
+            raise invalid_row(f"{next(iter(template))} is no field of SamplingParams; give params as a mapping.")
+        return params.merged(given)
+    if isinstance(params, Mapping | None):
+        return {**(params or {}), **options}
+    each = _as_list(params)
+    return params if each is None else [with_options(one, options) for one in each]
 
 
 def read_prompt(prompt: Any, index: int, fields: Mapping[str, Any]) -> Request:

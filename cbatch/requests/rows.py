@@ -9,11 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cbatch.base.errors import RequestError, invalid_row
-from cbatch.base.params import with_overrides
+from cbatch.base.params import ALIASES, with_overrides
 from cbatch.base.request import ApiCall, Request, ToolChoice
 from cbatch.base.strict_json import json_type
 from cbatch.requests.param_names import (
-    ALIASES,
     COLUMN_NAMES,
     IGNORED,
     REFUSED,

@@ -101,8 +101,18 @@ def test_wrong_types_are_refused_in_both_ways() -> None:
         with pytest.raises(RequestError, match=" must be ") as caught:
             make()
         assert caught.value.code == "invalid_row"
-    with pytest.raises(TypeError, match="max_token"):
+    with pytest.raises(RequestError, match="no sampling parameter 'max_token'; did you mean 'max_tokens'"):
         SamplingParams(max_token=5)  # type: ignore[call-arg]
+
+
+def test_names_of_other_libraries_are_understood() -> None:
+    """Guards programs of transformers and OpenAI: the same parameter by another name is understood."""
+    make: Any = SamplingParams
+    assert make(max_new_tokens=5, repeat_penalty=1.5) == SamplingParams(max_tokens=5, repetition_penalty=1.5)
+    with pytest.raises(RequestError, match="max_new_tokens is 5, but another name of it is 6"):
+        make(max_tokens=6, max_new_tokens=5)
+    with pytest.raises(RequestError, match="guided_json'; params as a mapping take the names of OpenAI"):
+        make(guided_json={})
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict, assert_type
+from typing import Any, TypedDict, assert_type, get_args, get_origin, get_type_hints
 
 import pytest
 
 from cbatch import (
+    CbatchError,
     Choice,
     Completion,
     Engine,
+    EngineConfig,
     RequestError,
     SamplingParams,
     Score,
@@ -23,6 +25,8 @@ from cbatch import (
     TokenLogprob,
     ToolCall,
 )
+from cbatch.base.config import EngineOptions
+from cbatch.base.params import Converted, SamplingOptions
 
 
 class Row(TypedDict):
@@ -78,7 +82,8 @@ def test_chats(engine: Engine) -> None:
     assert_type(engine.chat(messages, PARAMS, chat_template_kwargs={"enable_thinking": False}), Completion)
     assert_type(engine.chat(objects, PARAMS), Completion)
     assert_type(engine.chat(history, PARAMS), Completion)
-    assert_type(engine.chat(messages, tools=[WEATHER], tool_choice="auto", parallel_tool_calls=False), Completion)
+    with pytest.raises(RequestError, match="takes no tools"):
+        assert_type(engine.chat(messages, tools=[WEATHER], tool_choice="auto", parallel_tool_calls=False), Completion)
     assert_type(engine.chat((messages, messages), PARAMS, seed=None), list[Completion])
     assert_type(engine.chat([objects], PARAMS), list[Completion])
 
@@ -131,6 +136,26 @@ def test_completions(engine: Engine) -> None:
     assert mapping["text"] == completion.text
 
 
+@pytest.mark.parametrize(
+    ("record", "options", "apart"), [(SamplingParams, SamplingOptions, "seed"), (EngineConfig, EngineOptions, "model")]
+)
+def test_options_of_calls_are_the_fields_of_their_record(record: Any, options: Any, apart: str) -> None:
+    """Guards a new field that a call would take, and a type checker or an editor would not know."""
+    wider = {"dtype", "chat_template"}  # a torch.dtype and a path, which the record has as texts
+    held, taken = get_type_hints(record), get_type_hints(options)
+    assert list(taken) == [name for name in held if name != apart]
+    for name in taken.keys() - wider:
+        given = get_args(held[name])[0] if get_origin(held[name]) is Converted else held[name]
+        assert taken[name] == given, name
+
+
+def test_sampling_parameters_of_a_call(engine: Engine) -> None:
+    """Guards the shortest way to write a call, and that a checker knows its types."""
+    assert_type(engine.generate("Hi", max_tokens=2, stop="x"), Completion)
+    assert_type(engine.generate(["Hi"], temperature=1), list[Completion])
+    assert_type(engine.chat([USER], max_tokens=2, tools=[]), Completion)
+
+
 def test_wrong_types_are_refused_in_both_ways(engine: Engine) -> None:
     """Guards users with a type checker, who see an error at once, and those without one."""
     wrong: list[Callable[[], object]] = [
@@ -139,9 +164,13 @@ def test_wrong_types_are_refused_in_both_ways(engine: Engine) -> None:
         lambda: engine.generate("Hi", 5),  # type: ignore[call-overload]
         lambda: engine.generate(["Hi"], [5]),  # type: ignore[list-item]
         lambda: engine.chat(USER),  # type: ignore[call-overload]
-        lambda: engine.generate("Hi", max_tokens=5),  # type: ignore[call-overload]
+        lambda: engine.generate("Hi", max_tokens="5"),  # type: ignore[call-overload]
+        lambda: engine.chat("Hi", PARAMS, tool_choice=5),  # type: ignore[call-overload]
+        lambda: engine.stream("Hi", max_token=5),  # type: ignore[call-arg]
+        lambda: Engine(max_seqs="3"),  # type: ignore[arg-type]
+        lambda: Engine(max_seq=3),  # type: ignore[call-arg]
     ]
     for call in wrong:
-        with pytest.raises((RequestError, TypeError)):
+        with pytest.raises((CbatchError, TypeError)):
             call()
     assert engine.score({"prompt": "Hi"}).error is not None  # type: ignore[call-overload]

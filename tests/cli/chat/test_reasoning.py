@@ -126,7 +126,7 @@ def test_other_names_of_parameters_are_understood() -> None:
     assert session.params["max_tokens"] == 5 and "json_schema" in session.params["response_format"]
     for text, message in [
         ("temp 1", "did you mean 'temperature'"),
-        ("num_ctx 4096", "the context is the model's own"),
+        ("num_ctx 4096", "sets the context of all requests"),
         ("enable_thinking false", "--template-kwargs"),
         ("n 3", "n cannot be set in a chat"),
     ]:

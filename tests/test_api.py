@@ -1,0 +1,81 @@
+"""The Python API as its users meet it: names of other libraries, wrong arguments, what a notebook shows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cbatch.api import Engine
+from cbatch.base.errors import ConfigError, RequestError
+from cbatch.base.params import SamplingParams
+from cbatch.model.load_plan import DEMO_MODEL
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"temprature": 1}, "There is no sampling parameter 'temprature'; did you mean 'temperature'?"),
+        ({"max_tokens": 0}, "max_tokens must be a whole number of at least 1, not 0."),
+        ({"stream": True}, "stream is not available: a batch gives whole answers; from Python, engine.stream streams"),
+        ({"params": {}, "sampling_params": {}}, "params and sampling_params are two names of one argument."),
+        ({"params": SamplingParams(), "enable_thinking": False}, "chat_template_kwargs is no field of SamplingParams"),
+        ({"params": 5, "max_tokens": 3}, "params must be SamplingParams, a mapping, or a list of these, not int."),
+    ],
+)
+def test_wrong_names_of_a_call_get_one_hint(engine: Engine, options: dict[str, Any], sentence: str) -> None:
+    """Guards a TypeError of Python, which names no alternative, and a parameter that is dropped in silence."""
+    with pytest.raises(RequestError, match=re.escape(sentence)):
+        engine.generate("Hi", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"n_gpu_layers": 30}, 'no option \'n_gpu_layers\': use device="cuda", or device_map="auto"'),
+        ({"trust_remote_code": True}, "no option 'trust_remote_code': code that comes with a model is never run."),
+        ({"max_seq": 3}, "no option 'max_seq': did you mean max_seqs?"),
+        ({"colour": 3}, "no option 'colour': help(cbatch.EngineConfig) describes those it has."),
+        ({"max_seqs": 3, "max_num_seqs": 4}, "max_num_seqs is another name of max_seqs, which is given, too."),
+        ({"model": "a", "model_path": "b"}, "model_path is another name of model, which is given, too."),
+        ({"max_model_len": 10**6}, "max_model_len is 1,000,000; it can be at most the model's own, 1,024."),
+        ({"chat_template": "no/such.jinja"}, "Cannot read the chat template 'no/such.jinja': No such file"),
+    ],
+)
+def test_wrong_options_get_one_hint(options: dict[str, Any], sentence: str) -> None:
+    """Guards a list of thirty options where one sentence says what to write."""
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        Engine(**options)
+
+
+def test_options_by_the_names_of_other_libraries(tmp_path: Path) -> None:
+    """Guards programs of vLLM and llama-cpp-python: what exists here by another name works."""
+    template = tmp_path / "tools.jinja"
+    template.write_text("{% if tools %}T{{ tools[0].function.name }} {% endif %}{{ messages[0].content }}")
+    given: Any = {"model_path": DEMO_MODEL, "n_ctx": 100, "max_num_seqs": 3, "trust_remote_code": False}
+    made = Engine(**given, n_threads=1, dtype=torch.float32, chat_template=template)
+    with made as engine, Engine(dtype="fp32", max_seqs=3) as other:
+        assert engine.limits.max_model_len == engine.n_ctx == 100 and engine.limits.max_seqs == 3
+        assert engine.config.threads == 1 and engine.config.dtype == other.config.dtype == "float32"
+        assert engine.limits.cache_tokens < other.limits.cache_tokens
+        cut = engine.generate("Tell me a story.", max_tokens=None, ignore_eos=True)
+        assert cut.usage.total_tokens == 100 and cut.finish_reason == "length"
+        long = engine.generate(["lamp " * 99])[0].error
+        assert long is not None and "the model's context of 100 leaves no room" in str(long)
+        assert engine.generate("Hi").key[:8] != other.generate("Hi").key[:8]
+        tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+        ids = engine.encode({"messages": [{"role": "user", "content": "Hi"}], "tools": [tool]})
+        assert engine.decode(ids) == "Tlook Hi" and engine.chat("Hi", tools=[tool], max_tokens=3).error is None
+
+
+def test_a_chat_template_of_ones_own_changes_keys() -> None:
+    """Guards resuming with another template: results of the first would be kept as if they were of the second."""
+    texts = ("{{ messages[0].content }}", "{{ messages[0].content }}!")
+    keys = []
+    for text in (*texts, texts[0]):
+        with Engine(chat_template=text) as engine:
+            keys.append(engine.generate("Hi", max_tokens=1).key)
+    assert keys[0] != keys[1] and keys[0] == keys[2]
