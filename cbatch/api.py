@@ -52,7 +52,7 @@ from cbatch.requests.rows import CHAT, set_defaults
 from cbatch.runtime.tracing import StepTracer
 from cbatch.schedule.limits import EngineLimits
 from cbatch.text.tokenizer import ChatTokenizer, Prompt
-from cbatch.tools.tool import load_tools
+from cbatch.tools.tool import ToolLike, load_tools
 from cbatch.validation.validation import CheckLike, Validation, as_checks
 
 OnePrompt = PromptLike
@@ -100,7 +100,7 @@ EXIT_SECONDS = 2.0
 class ChatOptions(TypedDict, total=False):
     """Options of `Engine.chat`, by the names of OpenAI's and vLLM's APIs.
 
-    tools:                   functions that the model may call
+    tools:                   functions that the model may call: of Python, or described in OpenAI's form
     tool_choice:             `auto`, `none`, `required`, or `{"type": "function", "function": {"name": ...}}`
     parallel_tool_calls:     false keeps only the first call of an output
     chat_template_kwargs:    variables for the chat template, such as `enable_thinking`
@@ -108,7 +108,7 @@ class ChatOptions(TypedDict, total=False):
     add_generation_prompt:   whether the prompt ends with the beginning of the model's message
     """
 
-    tools: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any] | Callable[..., Any]]
     tool_choice: str | Mapping[str, Any]
     parallel_tool_calls: bool
     chat_template_kwargs: Mapping[str, Any]
@@ -366,7 +366,7 @@ class Engine(AbstractContextManager["Engine"]):
         tell_error: bool = False,
         cache: str | os.PathLike[str] | None = None,
         cache_size: str = DEFAULT_CACHE_SIZE,
-        tools: Iterable[str | os.PathLike[str]] = (),
+        tools: Iterable[ToolLike] = (),
     ) -> Generator[Completion]:
         """Yields the result of each row, lazily and in bounded memory; `rows` may be endless.
 
@@ -389,7 +389,7 @@ class Engine(AbstractContextManager["Engine"]):
         tries:    most answers for a row, with another seed each
         tell_error: whether the model sees its answer and what is wrong with it at its next try
         cache:    folder in which answers are kept, and from which they are taken; `cache_size`: the most it may take
-        tools:    files of tools that the model may call, as `--tools` takes them
+        tools:    what the model may call: functions, which run here without limits, and files as `--tools` takes them
 
         A row that is wrong has a result with an error. Leaving the iteration cancels what is in flight; `resume`
         continues there.

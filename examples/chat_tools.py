@@ -17,20 +17,12 @@ TEMPERATURES = {"Paris": 18, "Oslo": 7}
 
 
 def temperature(city: str) -> str:
+    """The temperature in a city right now."""
     return f"{TEMPERATURES[city]} degrees"
 
 
 FUNCTIONS: dict[str, Callable[..., str]] = {"temperature": temperature}
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "temperature",
-            "description": "The temperature in a city right now.",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-        },
-    }
-]
+TOOLS = list(FUNCTIONS.values())
 params = SamplingParams(max_tokens=500)
 
 
@@ -47,12 +39,10 @@ def answer(engine: Engine, question: str) -> Completion:
     messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
     for _ in range(3):
         completion = engine.chat(messages, params, tools=TOOLS)
-        calls = completion.tool_calls
-        if not calls:
+        if not completion.tool_calls:
             return completion
-        said = {"role": "assistant", "content": completion.text, "tool_calls": [call.to_dict() for call in calls]}
-        messages.append(said)
-        for call in calls:
+        messages.append(completion.to_message())
+        for call in completion.tool_calls:
             result = run_call(call.name, call.arguments)
             print(f"{call} gives {result}")
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})

@@ -11,8 +11,10 @@ import torch
 
 from cbatch.api import Engine
 from cbatch.base.errors import ConfigError, RequestError
+from cbatch.base.outputs import ToolCall
 from cbatch.base.params import SamplingParams
 from cbatch.model.load_plan import DEMO_MODEL
+from cbatch.requests.completion import Choice, Completion
 
 
 @pytest.mark.parametrize(
@@ -79,3 +81,51 @@ def test_a_chat_template_of_ones_own_changes_keys() -> None:
         with Engine(chat_template=text) as engine:
             keys.append(engine.generate("Hi", max_tokens=1).key)
     assert keys[0] != keys[1] and keys[0] == keys[2]
+
+
+WITH_TOOLS = (
+    "{% if tools %}{{ tools | tojson }} {% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}\n{% endfor %}"
+)
+
+
+def look_up(word: str, languages: list[str], most: int = 3) -> str:
+    """Looks up a word."""
+    return word
+
+
+def strange(thing: object) -> None: ...
+
+
+def test_results_and_functions_go_into_a_conversation() -> None:
+    """Guards chats with tools: what the model said and called goes back as it is, and functions need no schema."""
+    said = Choice(text="Let me see.", tool_calls=(ToolCall("look_up", '{"word": "lamp"}', "c1"),))
+    answer = Completion(choices=[said])
+    user, result = {"role": "user", "content": "Hi"}, {"role": "tool", "tool_call_id": "c1", "content": "light"}
+    call = {"id": "c1", "type": "function", "function": {"name": "look_up", "arguments": '{"word": "lamp"}'}}
+    message = {"role": "assistant", "content": "Let me see.", "tool_calls": [call]}
+    assert answer.to_message() == said.to_message() == message
+    function = {"name": "look_up", "description": "Looks up a word.", "parameters": {
+        "type": "object",
+        "properties": {
+            "word": {"type": "string"},
+            "languages": {"type": "array", "items": {"type": "string"}},
+            "most": {"type": "integer"},
+        },
+        "required": ["word", "languages"],
+        "additionalProperties": False,
+    }}  # fmt: skip
+    spelt = [{"type": "function", "function": function}]
+    objects: Any = [message | {"tool_calls": said.tool_calls}]
+    with Engine(chat_template=WITH_TOOLS) as engine:
+        expected = engine.chat([user, message, result], max_tokens=3, tools=spelt)
+        assert expected.error is None
+        for what in (answer, said, *objects):
+            assert engine.chat([user, what, result], max_tokens=3, tools=[look_up]) == expected
+        row = {"messages": [user, answer, result], "tools": [look_up], "max_tokens": 3}
+        assert engine.generate(row) == expected and list(engine.map([row])) == [expected]
+        assert not [one.error for one in engine.map([[user, answer, result]], params={"max_tokens": 3}) if one.error]
+        with pytest.raises(RequestError, match=r"this function cannot be a tool: .* has no JSON schema"):
+            engine.chat("Hi", tools=[strange])
+        failed = engine.chat([user, Completion(error=RequestError("template_error", "Too bad."))])
+        assert str(failed.error) == "message 2 is a completion that failed: Too bad."

@@ -115,6 +115,15 @@ class Choice:
     token_ids: Sequence[int] = ()
     logprobs: Sequence[TokenLogprob] | None = None
 
+    def to_message(self) -> dict[str, Any]:
+        """The output as a message, with which its conversation goes on, in OpenAI's form with `reasoning`."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning is not None:
+            message["reasoning"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [call.to_dict() for call in self.tool_calls]
+        return message
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:
@@ -241,6 +250,10 @@ class Completion(Mapping[str, Any]):
         if self.error is not None:
             raise copy(self.error)  # which may get a traceback, and with it the frames of the caller
         return self
+
+    def to_message(self) -> dict[str, Any]:
+        """The first choice as a message (`Choice.to_message`). Raises a copy of its error if the request failed."""
+        return self.raise_for_error().choices[0].to_message()
 
     def to_dict(self, *, timings: bool = False) -> dict[str, Any]:
         """The row that `cbatch run` writes for this request, in its own form or in that of the OpenAI Batch API.

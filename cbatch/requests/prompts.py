@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from cbatch.base.errors import RequestError, invalid_row
+from cbatch.base.outputs import ToolCall
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import ParamsLike, Request
+from cbatch.requests.completion import Choice, Completion
 from cbatch.requests.param_names import own_params
 from cbatch.requests.rows import PROMPT_FIELDS, fill_row
+from cbatch.tools.child import describe
+from cbatch.tools.tool import in_openai_form
 
-Conversation = Sequence[Mapping[str, Any]]
-"""Messages: `[{"role": "user", "content": "Hi"}]`."""
+Conversation = Sequence[Mapping[str, Any] | Choice]
+"""Messages: `[{"role": "user", "content": "Hi"}]`; a Completion or a Choice is what the model has said."""
 
 PromptLike = str | Mapping[str, Any] | Sequence[int]
 """Text, token ids, or a row as `cbatch run` takes it: `{"messages": [...]}`, `{"prompt": ..., "max_tokens": 5}`."""
@@ -102,7 +106,7 @@ def read_prompt(prompt: Any, index: int, fields: Mapping[str, Any]) -> Request:
     """
     row = Request(index=index)
     try:
-        fill_row(row, {**plain(fields), **row_fields(prompt)}, allow_unknown=False)
+        fill_row(row, {**row_fields(fields), **row_fields(prompt)}, allow_unknown=False)
     except RequestError as error:
         row.error = error
     except RecursionError:
@@ -123,13 +127,38 @@ def row_fields(prompt: Any) -> dict[str, Any]:
     if isinstance(prompt, Mapping):
         if strange := [name for name in prompt if not isinstance(name, str)]:
             raise invalid_row(f"the names of a row's fields are texts, not {type(strange[0]).__name__}")
-        return {name: plain(value) for name, value in prompt.items()}
+        return {name: plain(READERS[name](value) if name in READERS else value) for name, value in prompt.items()}
     values = _as_list(prompt)
     if values is None:
         raise invalid_row(
             f"a prompt must be a text, token ids or a row such as {{'messages': [...]}}, not {type(prompt).__name__}"
         )
-    return {"messages" if values and isinstance(values[0], Mapping) else "prompt_token_ids": plain(values)}
+    if values and isinstance(values[0], Mapping | Choice):
+        return {"messages": plain(_messages(values))}
+    return {"prompt_token_ids": plain(values)}
+
+
+def _messages(value: Any) -> Any:
+    """Messages, among which results stand for what the model has said. Raises RequestError if one has failed."""
+    values, made = _as_list(value), []
+    for number, one in enumerate(values or (), start=1):
+        if isinstance(one, Completion) and one.error is not None:
+            raise invalid_row(f"message {number} is a completion that failed: {one.error}")
+        made.append(one.to_message() if isinstance(one, Completion | Choice) else one)
+    return value if values is None else made
+
+
+def _tools(value: Any) -> Any:
+    """Tools in OpenAI's form, of which some may be functions of Python. Raises RequestError for what is none."""
+    values = [value] if callable(value) else _as_list(value)
+    try:
+        return value if values is None else [in_openai_form(describe(one)) if callable(one) else one for one in values]
+    except (TypeError, ValueError, NameError) as error:  # of annotations that have no schema, or cannot be read
+        raise invalid_row(f"this function cannot be a tool: {error}") from error
+
+
+READERS: dict[str, Callable[[Any], Any]] = {"messages": _messages, "tools": _tools}
+"""Fields of a row that may hold objects of Python, and what makes values of JSON of them."""
 
 
 def _as_list(value: Any) -> list[Any] | None:
@@ -159,6 +188,8 @@ def plain(value: Any) -> Any:
     """A value in the types of JSON, as far as it has a form in them. Lone surrogates become U+FFFD."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, ToolCall):
+        return value.to_dict()
     if isinstance(value, Mapping):
         return {plain(name): plain(item) for name, item in value.items()}
     values = _as_list(value)
@@ -182,4 +213,6 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_message(value: Any) -> bool:
+    if isinstance(value, Completion | Choice):
+        return True
     return isinstance(value, Mapping) and "role" in value and not any(name in value for name in PROMPT_FIELDS)

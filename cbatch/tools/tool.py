@@ -57,8 +57,7 @@ class Tool:
     @property
     def schema(self) -> dict[str, Any]:
         """The tool as a model is told of it, in OpenAI's form."""
-        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
-        return {"type": "function", "function": function}
+        return in_openai_form({"name": self.name, "description": self.description, "parameters": dict(self.parameters)})
 
     def run(self, arguments: str, cancelled: threading.Event | None = None) -> str:
         """The result for arguments in JSON, or a sentence that tells the model what went wrong. Never raises.
@@ -78,6 +77,10 @@ class Tool:
         if len(text) > MAX_RESULT_CHARACTERS:
             return f"{text[:MAX_RESULT_CHARACTERS]}\n[the rest is cut off]"
         return text.strip("\n")
+
+
+def in_openai_form(function: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": function}
 
 
 def command(*words: str, timeout_s: float = TIMEOUT_S) -> Callable[[dict[str, Any], threading.Event], str]:
@@ -106,14 +109,17 @@ def _filled(word: str, arguments: Mapping[str, Any]) -> str:
     return word
 
 
-def load_tools(files: Iterable[str | os.PathLike[str]]) -> list[Tool]:
-    """The tools of several files, whose servers are started.
+ToolLike = str | os.PathLike[str] | Callable[..., Any]
+
+
+def load_tools(given: Iterable[ToolLike]) -> list[Tool]:
+    """Functions of this process, and the tools of files, whose servers are started.
 
     A tool of a server that has the name of another tool gets the server's name before its own.
 
     Raises ConfigError if a file cannot be read, a server cannot be started, or two tools have the same name.
     """
-    found = [tool for path in map(Path, files) for tool in (_functions if path.suffix == ".py" else _json_tools)(path)]
+    found = [tool for one in given for tool in _tools_of(one)]
     counts = Counter(tool.name for tool in found)
     tools: dict[str, Tool] = {}
     for tool in found:
@@ -124,6 +130,16 @@ def load_tools(files: Iterable[str | os.PathLike[str]]) -> list[Tool]:
             raise ConfigError(f"{tool.source}: there is another tool {tool.name}.")
         tools[tool.name] = tool
     return list(tools.values())
+
+
+def _tools_of(given: ToolLike) -> list[Tool]:
+    if not callable(given):
+        path = Path(given)
+        return _functions(path) if path.suffix == ".py" else _json_tools(path)
+    try:
+        return [Tool(**child.describe(given), call=lambda arguments, cancelled: child.call(given, arguments))]
+    except (TypeError, ValueError, NameError) as error:
+        raise ConfigError(f"This function cannot be a tool: {error}") from error
 
 
 def _functions(path: Path) -> list[Tool]:

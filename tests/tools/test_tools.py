@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Optional, TypedDict
 
 import pytest
 
@@ -80,6 +82,46 @@ def test_calls(tools: dict[str, Tool], name: str, arguments: str, result: str) -
     """Guards results and errors: one that fails tells the model why, and what it prints is not part of the result."""
     found = tools[name].run(arguments)
     assert found == result or (result == "Error: " and found.startswith(result))
+
+
+@dataclass
+class Place:
+    """Somewhere."""
+
+    city: str
+    country: str | None = None
+
+
+class Units(TypedDict):
+    metric: bool
+
+
+class Options(Units, total=False):
+    days: list[int]
+
+
+def forecast(place: Place, options: Options, hours: Optional[int], words: dict[str, int] | None = None) -> list[Any]:  # noqa: UP045
+    """The weather somewhere."""
+    return [place.city, options["metric"], hours, words]
+
+
+def test_functions_of_this_process() -> None:
+    """Guards notebooks: annotations of every kind become a schema, and a call gets what they say."""
+    (tool,) = load_tools([forecast])
+    place = {"city": {"type": "string"}, "country": {"anyOf": [{"type": "string"}, {"type": "null"}]}}
+    options = {"metric": {"type": "boolean"}, "days": {"type": "array", "items": {"type": "integer"}}}
+    assert tool.parameters["properties"] == {
+        "place": {"type": "object", "properties": place, "required": ["city"], "additionalProperties": False},
+        "options": {"type": "object", "properties": options, "required": ["metric"], "additionalProperties": False},
+        "hours": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "words": {"type": "object", "additionalProperties": {"type": "integer"}},
+    }
+    assert tool.parameters["required"] == ["place", "options", "hours"]
+    arguments = {"place": {"city": "Rome"}, "options": {"metric": True}, "hours": None}
+    assert tool.run(json.dumps(arguments)) == '["Rome", true, null, null]'
+    for wrong, why in ((lambda x: x, "<lambda>.* has no name"), (max, "no signature"), (dict, "cannot be a tool")):
+        with pytest.raises(ConfigError, match=why):
+            load_tools([wrong])
 
 
 def test_a_command_as_a_tool(tmp_path: Path) -> None:
