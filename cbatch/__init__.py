@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # the list of names, which `_homes` reads as well
     from cbatch.engine.streams import Stream as Stream
     from cbatch.requests.completion import Choice as Choice
     from cbatch.requests.completion import Completion as Completion
+    from cbatch.requests.completion import Completions as Completions
     from cbatch.requests.completion import Score as Score
     from cbatch.requests.completion import TokenLogprob as TokenLogprob
     from cbatch.requests.completion import Usage as Usage

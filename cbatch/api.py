@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import queue
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, closing
 from dataclasses import fields, replace
 from functools import partial
@@ -36,7 +37,7 @@ from cbatch.engine.streams import AsyncStream, Mailbox, Received, RequestGroup, 
 from cbatch.engine.thread import FORKED, EngineThread
 from cbatch.model.base import Model
 from cbatch.model.loader import LoadedModel
-from cbatch.requests.completion import Completion, Score
+from cbatch.requests.completion import Completion, Completions, Score, failure_sentence
 from cbatch.requests.output_processor import OutputProcessor
 from cbatch.requests.prompts import (
     Conversation,
@@ -57,7 +58,9 @@ from cbatch.validation.validation import CheckLike, Validation, as_checks
 
 OnePrompt = PromptLike
 ManyPrompts = Sequence[PromptLike]
+AnyPrompts = OnePrompt | ManyPrompts
 OneText = str | Sequence[int]
+ManyTexts = OneText | Sequence[OneText]
 
 Params = ParamsLike | Sequence[ParamsLike | None] | None
 """Sampling parameters for all prompts, one for each, or None for the model's own defaults."""
@@ -92,6 +95,7 @@ FOREIGN_OPTIONS = {
 DTYPE_NAMES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}
 
 EMPTY: Mapping[str, Any] = MappingProxyType({})
+_log = logging.getLogger("cbatch")
 
 EXIT_SECONDS = 2.0
 """How long a program that ends without closing its engine waits for the step in flight."""
@@ -178,19 +182,11 @@ class Engine(AbstractContextManager["Engine"]):
     ) -> Completion: ...
 
     @overload
-    def generate(
-        self, prompts: ManyPrompts, params: Params = None, **options: Unpack[_CallOptions]
-    ) -> list[Completion]: ...
+    def generate(self, prompts: ManyPrompts, params: Params = None, **options: Unpack[_CallOptions]) -> Completions: ...
 
     def generate(
-        self,
-        prompts: Any,
-        params: Params = None,
-        *,
-        seed: int | None = 0,
-        progress: bool = False,
-        **sampling: Unpack[SamplingOptions],
-    ) -> Completion | list[Completion]:
+        self, prompts: Any, params: Params = None, *, seed: int | None = 0, progress: bool = False, **sampling: Any
+    ) -> Any:
         """Completes one prompt, or several together; returns a completion, or a list of them in the same order.
 
         prompts:  a text (one user message if the model has a chat template), token ids, a row as `cbatch run` takes it,
@@ -202,13 +198,13 @@ class Engine(AbstractContextManager["Engine"]):
         progress: whether to show a progress bar on stderr
         sampling: sampling parameters by their names, on top of `params`: `generate(prompts, max_tokens=50)`
 
-        A prompt that cannot be served does not raise: its completion has an `error`. Raises RequestError if the
-        arguments themselves are wrong, ConfigError if they need a package that is not installed, and EngineError if the
-        engine is closed.
+        A prompt that cannot be served does not raise: its completion has an `error`, a warning is logged at the end,
+        and `raise_for_errors` of the list raises. Raises RequestError if the arguments themselves are wrong,
+        ConfigError if they need a package that is not installed, and EngineError if the engine is closed.
         """
+        progress = sampling.get("use_tqdm", progress)
         values, is_single = list_prompts(prompts)
-        progress = bool(dict[str, Any](sampling).get("use_tqdm", progress))
-        results = self._complete(self._encoded(values, params, seed, sampling), len(values), progress=progress)
+        results = self._complete(len(values), self._encoded(values, params, seed, sampling), progress=progress)
         return results[0] if is_single else results
 
     @overload
@@ -219,36 +215,24 @@ class Engine(AbstractContextManager["Engine"]):
     @overload
     def chat(
         self, conversations: Sequence[Conversation], params: Params = None, **options: Unpack[_ChatCallOptions]
-    ) -> list[Completion]: ...
+    ) -> Completions: ...
 
     def chat(
-        self,
-        conversations: Any,
-        params: Params = None,
-        *,
-        seed: int | None = 0,
-        progress: bool = False,
-        **options: Any,
-    ) -> Completion | list[Completion]:
+        self, conversations: Any, params: Params = None, *, seed: int | None = 0, progress: bool = False, **options: Any
+    ) -> Any:
         """The model's next message in one conversation, or in several together.
 
         conversations: a list of messages, `[{"role": "user", "content": "Hi"}]`, or a list of such lists
         options:       see ChatOptions; the other arguments, the result and errors are those of `generate`
         """
-        fields, sampling = _chat_fields(options)
+        progress = options.get("use_tqdm", progress)
         values, is_single = list_conversations(conversations)
-        progress = bool(sampling.get("use_tqdm", progress))
-        requests = self._encoded(values, params, seed, sampling, fields)
-        results = self._complete(requests, len(values), progress=progress)
+        requests = self._encoded(values, params, seed, *_chat_fields(options))
+        results = self._complete(len(values), requests, progress=progress)
         return results[0] if is_single else results
 
     def stream(
-        self,
-        prompts: OnePrompt | ManyPrompts,
-        params: Params = None,
-        *,
-        seed: int | None = 0,
-        **sampling: Unpack[SamplingOptions],
+        self, prompts: AnyPrompts, params: Params = None, *, seed: int | None = 0, **sampling: Unpack[SamplingOptions]
     ) -> Stream:
         """Completes one prompt, or several together; the result gives an event for each token as it comes.
 
@@ -267,39 +251,38 @@ class Engine(AbstractContextManager["Engine"]):
     @overload
     async def agenerate(
         self, prompts: ManyPrompts, params: Params = None, **options: Unpack[_CallOptions]
-    ) -> list[Completion]: ...
+    ) -> Completions: ...
 
     async def agenerate(
-        self,
-        prompts: Any,
-        params: Params = None,
-        *,
-        seed: int | None = 0,
-        progress: bool = False,
-        **sampling: Unpack[SamplingOptions],
-    ) -> Completion | list[Completion]:
+        self, prompts: Any, params: Params = None, *, seed: int | None = 0, progress: bool = False, **sampling: Any
+    ) -> Any:
         """`generate` for asyncio: other tasks run meanwhile. A task that is cancelled cancels its requests."""
         values, is_single = list_prompts(prompts)
-        thread = self.thread
-        thread.check_may_wait()
-        requests = await asyncio.to_thread(lambda: list(self._encoded(values, params, seed, sampling)))
-        mailbox = Mailbox()
-        with closing(RequestGroup(thread)) as group, _Progress(len(values), "prompts", shown=progress) as bar:
-            ended = [
-                group.submit(one, mailbox.put, only_last=True) if isinstance(one, Request) else one for one in requests
-            ]
-            for one in ended:
-                bar.count(one if isinstance(one, Completion) else await mailbox.get(group))
-        results = await asyncio.to_thread(_completions, ended)
+        encode = partial(self._encoded, values, params, seed, sampling)
+        results = await self._acomplete(len(values), encode, progress=progress)
+        return results[0] if is_single else results
+
+    @overload
+    async def achat(
+        self, conversations: str | Conversation, params: Params = None, **options: Unpack[_ChatCallOptions]
+    ) -> Completion: ...
+
+    @overload
+    async def achat(
+        self, conversations: Sequence[Conversation], params: Params = None, **options: Unpack[_ChatCallOptions]
+    ) -> Completions: ...
+
+    async def achat(
+        self, conversations: Any, params: Params = None, *, seed: int | None = 0, progress: bool = False, **options: Any
+    ) -> Any:
+        """`chat` for asyncio, as `agenerate`."""
+        values, is_single = list_conversations(conversations)
+        encode = partial(self._encoded, values, params, seed, *_chat_fields(options))
+        results = await self._acomplete(len(values), encode, progress=progress)
         return results[0] if is_single else results
 
     def astream(
-        self,
-        prompts: OnePrompt | ManyPrompts,
-        params: Params = None,
-        *,
-        seed: int | None = 0,
-        **sampling: Unpack[SamplingOptions],
+        self, prompts: AnyPrompts, params: Params = None, *, seed: int | None = 0, **sampling: Unpack[SamplingOptions]
     ) -> AsyncStream:
         """`stream` for asyncio: `async for event in engine.astream(...)`."""
         values, _ = list_prompts(prompts)
@@ -313,15 +296,10 @@ class Engine(AbstractContextManager["Engine"]):
 
     @overload
     def score(
-        self,
-        texts: OneText | Sequence[OneText],
-        continuations: Sequence[OneText] | None = None,
-        *,
-        top: int = 0,
-        lora: str = "",
+        self, texts: ManyTexts, continuations: Sequence[OneText] | None = None, *, top: int = 0, lora: str = ""
     ) -> list[Score]: ...
 
-    def score(self, texts: Any, continuations: Any = None, *, top: int = 0, lora: str = "") -> Score | list[Score]:
+    def score(self, texts: Any, continuations: Any = None, *, top: int = 0, lora: str = "") -> Any:
         """How likely the model finds a text, or each of several. Nothing is generated.
 
         texts:         plain text, which no chat template is put around, or token ids; one or a list
@@ -333,6 +311,28 @@ class Engine(AbstractContextManager["Engine"]):
         A text that cannot be scored has an `error` in its score. Raises RequestError if there is not one continuation
         for each text.
         """
+        good, params, scores = self._scoring(texts, continuations, top, lora)
+        return scores(self._complete(len(good), self._encoded(good, params, 0)))
+
+    @overload
+    async def ascore(  # type: ignore[overload-overlap]
+        self, texts: OneText, continuations: OneText | None = None, *, top: int = 0, lora: str = ""
+    ) -> Score: ...
+
+    @overload
+    async def ascore(
+        self, texts: ManyTexts, continuations: Sequence[OneText] | None = None, *, top: int = 0, lora: str = ""
+    ) -> list[Score]: ...
+
+    async def ascore(self, texts: Any, continuations: Any = None, *, top: int = 0, lora: str = "") -> Any:
+        """`score` for asyncio, as `agenerate`."""
+        good, params, scores = await asyncio.to_thread(self._scoring, texts, continuations, top, lora)
+        return scores(await self._acomplete(len(good), partial(self._encoded, good, params, 0)))
+
+    def _scoring(
+        self, texts: Any, continuations: Any, top: int, lora: str
+    ) -> tuple[list[list[int]], SamplingParams, Callable[[Iterable[Completion]], Any]]:
+        """Prompts whose tokens are scored, with their parameters, and what makes scores of their completions."""
         values, is_single = list_prompts(texts)
         after: list[Any] = [None] * len(values)
         if continuations is not None:
@@ -343,10 +343,13 @@ class Engine(AbstractContextManager["Engine"]):
             raise invalid_row(f"Each text needs one continuation: there are {len(values):,} and {len(after):,}.")
         params = SamplingParams(max_tokens=0, prompt_logprobs=top, lora=lora)
         joined = [_joined(self.core, plain(text), plain(then)) for text, then in zip(values, after, strict=True)]
-        good = [one for one in joined if isinstance(one, tuple)]
-        results = iter(self._complete(self._encoded([ids for ids, _ in good], params, 0), len(good)))
-        scores = [Score.of(next(results), one[1]) if isinstance(one, tuple) else one for one in joined]
-        return scores[0] if is_single else scores
+
+        def scores(completions: Iterable[Completion]) -> Any:
+            results = iter(completions)
+            made = [Score.of(next(results), one[1]) if isinstance(one, tuple) else one for one in joined]
+            return made[0] if is_single else made
+
+        return [one[0] for one in joined if isinstance(one, tuple)], params, scores
 
     def map(
         self,
@@ -367,7 +370,7 @@ class Engine(AbstractContextManager["Engine"]):
         cache: str | os.PathLike[str] | None = None,
         cache_size: str = DEFAULT_CACHE_SIZE,
         tools: Iterable[ToolLike] = (),
-    ) -> Generator[Completion]:
+    ) -> MapResults:
         """Yields the result of each row, lazily and in bounded memory; `rows` may be endless.
 
         rows:     texts, token ids, lists of messages, or rows as `cbatch run` takes them; read on a thread of their
@@ -411,11 +414,16 @@ class Engine(AbstractContextManager["Engine"]):
             cache=CacheConfig(os.fspath(cache), cache_size) if cache is not None else None,
             tools=tuple(load_tools(tools)),
         )
-        results = map_rows(
+        results, interrupt = map_rows(
             thread, options, rows, template=template, path=path, resume=resume, ordered=ordered, window=window
         )
         total = len(rows) if isinstance(rows, Sized) else None
-        return _results_of(self, thread, results, partial(_Progress, total, "rows", shown=progress))
+        make_bar = partial(_Progress, total, "rows", shown=progress)
+        return MapResults(_results_of(self, thread, results, make_bar), interrupt)
+
+    def amap(self, rows: Iterable[Any], **options: Any) -> AsyncGenerator[Completion]:
+        """`map` for asyncio, with its arguments: `async for done in engine.amap(rows)`. `rows` are read on a thread."""
+        return _amapped(self.map(rows, **options))
 
     @property
     def thread(self) -> EngineThread:
@@ -545,19 +553,26 @@ class Engine(AbstractContextManager["Engine"]):
 
         return requests()
 
-    def _complete(
-        self, requests: Iterable[Request | Completion], count: int, *, progress: bool = False
-    ) -> list[Completion]:
-        thread = self.thread
+    def _complete(self, count: int, requests: Iterable[Request | Completion], *, progress: bool = False) -> Completions:
+        thread, finished = self.thread, queue.SimpleQueue[Received]()
         thread.check_may_wait()
-        finished: queue.SimpleQueue[Received] = queue.SimpleQueue()
         with closing(RequestGroup(thread)) as group, _Progress(count, "prompts", shown=progress) as bar:
-            ended = [
-                group.submit(one, finished.put, only_last=True) if isinstance(one, Request) else one for one in requests
-            ]
+            ended = _submit(group, requests, finished.put)
             for one in ended:
                 bar.count(one if isinstance(one, Completion) else group.next_of(finished))
         return _completions(ended)
+
+    async def _acomplete(
+        self, count: int, encode: Callable[[], Iterator[Request | Completion]], *, progress: bool = False
+    ) -> Completions:
+        thread = self.thread
+        thread.check_may_wait()
+        requests, mailbox = await asyncio.to_thread(lambda: list(encode())), Mailbox()
+        with closing(RequestGroup(thread)) as group, _Progress(count, "prompts", shown=progress) as bar:
+            ended = _submit(group, requests, mailbox.put)
+            for one in ended:
+                bar.count(one if isinstance(one, Completion) else await mailbox.get(group))
+        return await asyncio.to_thread(_completions, ended)
 
 
 LLM = Engine
@@ -565,28 +580,64 @@ LLM = Engine
 
 
 class _Progress(AbstractContextManager["_Progress"]):
-    """Counts results, and shows a bar of them if that is asked for."""
+    """Counts results, in a bar if that is asked for, and logs a warning at the end if some have an error."""
 
     def __init__(self, total: int | None, unit: str, *, shown: bool) -> None:
         self._bar = tqdm(total=total, unit=f" {unit}") if shown else None  # it starts a thread even if it is disabled
-        self.num_failed = 0
+        self._unit, self._num_taken, self._num_failed = unit, 0, 0
+        self._first: RequestError | None = None
 
     def count(self, result: Any) -> None:
         """Takes a completion, or what was received of its request, whose last event says whether there is an error."""
-        has_failed = (result[1] if isinstance(result, tuple) else result).error is not None
-        self.num_failed += has_failed
+        error = (result[1] if isinstance(result, tuple) else result).error
+        self._first = self._first or error
+        self._num_taken += 1
+        self._num_failed += error is not None
         if self._bar is not None:
-            if has_failed:
-                self._bar.set_postfix(failed=self.num_failed, refresh=False)
+            if self._first is not None:
+                self._bar.set_postfix(failed=self._num_failed, refresh=False)
             self._bar.update()
 
     def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._bar.close()
+        if self._first is not None:
+            _log.warning("%s", failure_sentence(self._num_failed, self._num_taken, self._unit, self._first))
 
 
-def _completions(ended: Sequence[Completion | OutputProcessor]) -> list[Completion]:
-    return [one if isinstance(one, Completion) else one.completion() for one in ended]
+def _submit(
+    group: RequestGroup, requests: Iterable[Request | Completion], put: Callable[[Received], None]
+) -> list[Completion | OutputProcessor]:
+    return [group.submit(one, put, only_last=True) if isinstance(one, Request) else one for one in requests]
+
+
+def _completions(ended: Sequence[Completion | OutputProcessor]) -> Completions:
+    return Completions(one if isinstance(one, Completion) else one.completion() for one in ended)
+
+
+class MapResults(Iterator[Completion]):
+    """The results of `Engine.map`, as they come. Leaving them cancels what is in flight, `close` at once."""
+
+    def __init__(self, results: Generator[Completion], interrupt: Callable[[], None]) -> None:
+        """`interrupt`: ends `results`, also while another thread waits for the next one"""
+        self._results, self.interrupt, self._reading = results, interrupt, threading.Lock()
+
+    def __next__(self) -> Completion:
+        with self._reading:
+            return next(self._results)
+
+    def close(self) -> None:
+        with self._reading:
+            self._results.close()
+
+
+async def _amapped(results: MapResults) -> AsyncGenerator[Completion]:
+    try:
+        while (result := await asyncio.to_thread(next, results, None)) is not None:
+            yield result
+    finally:
+        results.interrupt()
+        await asyncio.to_thread(results.close)
 
 
 def _results_of(
@@ -605,7 +656,7 @@ def _results_of(
 
 
 def _chat_fields(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options of a chat that are fields of its rows, and the others, which are sampling parameters.
+    """The options of a chat that are sampling parameters, and those that are fields of its rows.
 
     Raises TypeError for a misspelt option.
     """
@@ -614,7 +665,7 @@ def _chat_fields(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
         if meant := similar_name(name, known):
             raise TypeError(f"Engine.chat has no argument {name!r}; did you mean {meant}?")
     of_rows = {name: value for name, value in options.items() if name in known}
-    return of_rows, {name: value for name, value in options.items() if name not in known}
+    return {name: value for name, value in options.items() if name not in known}, of_rows
 
 
 def _data_of(prompt: Any) -> bytes:
@@ -659,7 +710,7 @@ def _make_config(model: str | os.PathLike[str] | EngineConfig | None, options: M
             raise ConfigError(f"{name} is another name of {meant}, which is given, too.")
         if meant in known:
             own[meant] = value
-        elif value not in (None, False):
+        elif name not in FOREIGN_OPTIONS or value not in (None, False):
             similar = similar_name(name, [*known, *OTHER_NAMES])
             hint = f"did you mean {similar}?" if similar else "help(cbatch.EngineConfig) describes those it has."
             raise ConfigError(f"An engine has no option {name!r}: {FOREIGN_OPTIONS.get(name, hint)}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import queue
 import re
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ def test_wrong_names_of_a_call_get_one_hint(engine: Engine, options: dict[str, A
         ({"n_gpu_layers": 30}, 'no option \'n_gpu_layers\': use device="cuda", or device_map="auto"'),
         ({"trust_remote_code": True}, "no option 'trust_remote_code': code that comes with a model is never run."),
         ({"max_seq": 3}, "no option 'max_seq': did you mean max_seqs?"),
+        ({"cuda_graph": False}, "no option 'cuda_graph': did you mean cuda_graphs?"),
         ({"colour": 3}, "no option 'colour': help(cbatch.EngineConfig) describes those it has."),
         ({"max_seqs": 3, "max_num_seqs": 4}, "max_num_seqs is another name of max_seqs, which is given, too."),
         ({"model": "a", "model_path": "b"}, "model_path is another name of model, which is given, too."),
@@ -129,3 +132,97 @@ def test_results_and_functions_go_into_a_conversation() -> None:
             engine.chat("Hi", tools=[strange])
         failed = engine.chat([user, Completion(error=RequestError("template_error", "Too bad."))])
         assert str(failed.error) == "message 2 is a completion that failed: Too bad."
+
+
+GOOD, BAD = "What is 2 plus 3?", {"prompt": "Hi", "max_tokens": -1}
+WRONG = "max_tokens must be a whole number of at least 1, not -1."
+
+
+def test_prompts_that_fail_are_hard_to_miss(engine: Engine, caplog: pytest.LogCaptureFixture, capsys: Any) -> None:
+    """Guards loops over texts: an error row has an empty text, which looks like an answer."""
+    results = engine.generate([GOOD, BAD, BAD], max_tokens=2, progress=True)
+    said = f"2 of 3 prompts failed; the first: {WRONG}"
+    assert [record.getMessage() for record in caplog.records] == [said] and "failed=2" in capsys.readouterr().err
+    with pytest.raises(RequestError, match=re.escape(said)) as caught:
+        results.raise_for_errors()
+    assert caught.value.code == "invalid_row"
+    assert results[:1] == engine.generate([GOOD], max_tokens=2).raise_for_errors() and len(caplog.records) == 1
+    asyncio.run(engine.agenerate(BAD))
+    mapped = list(engine.map([GOOD, BAD, 5], params={"max_tokens": 2}, progress=True))
+    assert [record.getMessage() for record in caplog.records[1:]] == [
+        f"1 of 1 prompts failed; the first: {WRONG}",
+        f"2 of 3 rows failed; the first: item 1: {WRONG}",
+    ]
+    assert "failed=2" in capsys.readouterr().err and str(mapped[2].error).startswith("item 2: a prompt must be")
+
+
+def test_arguments_that_are_wrong_for_all_raise_at_the_call(engine: Engine) -> None:
+    """Guards asyncio: a stream that is made and never read says nothing, and so would its errors."""
+    calls: list[Any] = [engine.generate, engine.stream, engine.astream, engine.chat]
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"params": {"max_tokens": -1}}, WRONG),
+        ({"params": {"lora": "no"}}, "there is no LoRA adapter 'no'"),
+        ({"seed": "x"}, "seed must be a whole number or None"),
+        ({"params": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs cannot set messages"),
+    ]
+    for options, sentence in wrong:
+        for call in calls:
+            with pytest.raises(RequestError, match=re.escape(sentence)):
+                call("Hi", **options)
+    for fields, sentence in (
+        ({"tool_choice": "some"}, "tool_choice must be auto"),
+        ({"tools": [{}]}, "Tool 1 must be"),
+    ):
+        with pytest.raises(RequestError, match=sentence):
+            engine.chat("Hi", **fields)
+
+
+def test_everything_has_a_form_for_asyncio(engine: Engine) -> None:
+    """Guards programs of asyncio: chats, scores and maps give there what they give elsewhere."""
+    conversation, params = [{"role": "user", "content": GOOD}], {"max_tokens": 3}
+
+    async def main() -> list[Any]:
+        mapped = [one async for one in engine.amap([GOOD, "Hi"], params=params)]
+        with pytest.raises(ConfigError, match="window must be"):
+            engine.amap([GOOD], window=0)
+        several = await engine.achat([conversation], params)
+        return [await engine.achat(conversation, params), list(several), await engine.ascore(GOOD, " 5"), mapped]
+
+    alone, mapped = engine.chat(conversation, params), list(engine.map([GOOD, "Hi"], params=params))
+    assert asyncio.run(main()) == [alone, [alone], engine.score(GOOD, " 5"), mapped]
+
+
+def test_a_map_that_is_cancelled_ends(engine: Engine) -> None:
+    """Guards a task whose rows come from a queue that stays empty: it would never end."""
+    rows: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    async def read() -> None:
+        rows.put(GOOD)
+        async for done in engine.amap(iter(rows.get, "end")):
+            assert done.error is None
+            taken.set()
+
+    async def main() -> None:
+        task = asyncio.create_task(read())
+        await taken.wait()
+        task.cancel()
+        await asyncio.wait([task], timeout=10)
+        assert task.cancelled()
+        rows.put("end")
+
+    taken = asyncio.Event()
+    asyncio.run(main())
+
+
+def test_results_say_what_is_inside(engine: Engine) -> None:
+    """Guards shells and notebooks: the last value of a cell is shown, which must not be pages of tokens."""
+    params = SamplingParams(max_tokens=40, logprobs=20, ignore_eos=True)
+    results = engine.generate([GOOD] * 30, params)
+    assert len(repr(results)) < 5000 and repr(results).endswith("… 20 more]") and len(repr(results[0].choices[0])) < 300
+    assert len(repr(engine.loaded)) < 500
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": GOOD}]
+    ids = engine.encode(GOOD)
+    prompts: list[Any] = [GOOD, ids, {"messages": messages}, {"messages": messages[1:]}]
+    assert [one.prompt for one in engine.generate(prompts, max_tokens=1)] == [GOOD, ids, {"messages": messages}, GOOD]
+    (done,) = engine.map([{"word": "lamp"}], template="Spell {word}.", params={"max_tokens": 9})
+    assert done.prompt == "Spell lamp." and engine.decode(done.token_ids) == done.text

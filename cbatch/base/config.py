@@ -257,41 +257,19 @@ class EngineConfig:
             )
 
 
-class EngineOptions(TypedDict, total=False):
-    """The fields of `EngineConfig`, except `model`, as arguments of a call."""
-
-    revision: str | None
-    device: str
-    dtype: str | Any
-    quantize: str | None
-    activations: str
-    tensor_parallel: int | Literal["auto"]
-    device_map: Literal["none", "auto"]
-    max_memory: Mapping[str, str | int] | None
-    offload_folder: str | None
-    reply_format: str
-    chat_template: str | os.PathLike[str] | None
-    max_model_len: int | None
-    max_seqs: int | None
-    max_batch_tokens: int | None
-    threads: int | None
-    prefix_cache: bool
-    attention: str
-    deterministic: bool
-    cuda_graphs: bool
-    run_ahead: bool | None
-    target_step_ms: float | Literal["auto"] | None
-    speculate: int | Literal["auto", "off"]
-    block_size: int
-    kv_dtype: str
-    kv_cache_memory: str | None
-    kv_blocks: int | None
-    state_dtype: str
-    state_slots: int | None
-    weight_cache: bool
-    weight_cache_size: str | None
-    weights_folder: str | None
-    lora: Mapping[str, str] | None
+EngineOptions = TypedDict("EngineOptions", {  # noqa: UP013
+    "revision": str | None, "device": str, "dtype": str | Any, "quantize": str | None, "activations": str,
+    "tensor_parallel": int | Literal["auto"], "device_map": Literal["none", "auto"],
+    "max_memory": Mapping[str, str | int] | None, "offload_folder": str | None, "reply_format": str,
+    "chat_template": str | os.PathLike[str] | None, "max_model_len": int | None, "max_seqs": int | None,
+    "max_batch_tokens": int | None, "threads": int | None, "prefix_cache": bool, "attention": str,
+    "deterministic": bool, "cuda_graphs": bool, "run_ahead": bool | None,
+    "target_step_ms": float | Literal["auto"] | None, "speculate": int | Literal["auto", "off"], "block_size": int,
+    "kv_dtype": str, "kv_cache_memory": str | None, "kv_blocks": int | None, "state_dtype": str,
+    "state_slots": int | None, "weight_cache": bool, "weight_cache_size": str | None, "weights_folder": str | None,
+    "lora": Mapping[str, str] | None,
+}, total=False)  # fmt: skip
+"""The fields of `EngineConfig`, except `model`, as arguments of a call."""
 
 
 def _read_template(given: Any) -> Any:

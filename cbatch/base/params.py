@@ -276,7 +276,7 @@ _K = _num_logprobs, _LOGPROBS[1]
 _EFFORT = _if(lambda value: isinstance(value, str) and value in EFFORTS, f"one of {', '.join(EFFORTS)}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SamplingParams:
     """How the tokens of one request are chosen, and when its output ends.
 
@@ -486,6 +486,11 @@ class SamplingParams:
         if len(given) > 1:
             raise invalid_row(f"{' and '.join(given)} cannot be combined.")
 
+    def __repr__(self) -> str:
+        """Shows the fields that differ from their defaults."""
+        given = {name: getattr(self, name) for name in PARAM_NAMES if self.asks_for([name])}
+        return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
@@ -566,39 +571,17 @@ DEFAULT_PARAMS = SamplingParams()
 documented(SamplingParams)
 
 
-class SamplingOptions(TypedDict, total=False):
-    """The fields of `SamplingParams`, except `seed`, as arguments of a call."""
-
-    max_tokens: int | None
-    min_tokens: int
-    thinking_budget: int | None
-    reasoning_effort: Effort | None
-    n: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    top_n_sigma: float
-    stop: str | Sequence[str]
-    stop_token_ids: int | Sequence[int]
-    ignore_eos: bool
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    logit_bias: LogitBias
-    bad_words: str | Sequence[str]
-    allowed_token_ids: int | Sequence[int] | None
-    logprobs: int | None
-    prompt_logprobs: int | None
-    echo: bool
-    skip_special_tokens: bool
-    response_format: str | Mapping[str, Any] | type | None
-    regex: str | None
-    choice: Sequence[str] | None
-    grammar: str | None
-    close_forms: bool
-    pretty_json: bool
-    lora: str
+SamplingOptions = TypedDict("SamplingOptions", {  # noqa: UP013
+    "max_tokens": int | None, "min_tokens": int, "thinking_budget": int | None, "reasoning_effort": Effort | None,
+    "n": int, "temperature": float, "top_k": int, "top_p": float, "min_p": float, "top_n_sigma": float,
+    "stop": str | Sequence[str], "stop_token_ids": int | Sequence[int], "ignore_eos": bool,
+    "presence_penalty": float, "frequency_penalty": float, "repetition_penalty": float, "logit_bias": LogitBias,
+    "bad_words": str | Sequence[str], "allowed_token_ids": int | Sequence[int] | None, "logprobs": int | None,
+    "prompt_logprobs": int | None, "echo": bool, "skip_special_tokens": bool,
+    "response_format": str | Mapping[str, Any] | type | None, "regex": str | None, "choice": Sequence[str] | None,
+    "grammar": str | None, "close_forms": bool, "pretty_json": bool, "lora": str,
+}, total=False)  # fmt: skip
+"""The fields of `SamplingParams`, except `seed`, as arguments of a call."""
 
 
 def with_overrides(params: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from cbatch.base.errors import RequestError
 from cbatch.base.outputs import KnownOutput
 from cbatch.base.request import Request
 from cbatch.base.strict_json import parse_json_object
-from cbatch.batch.lines import DEFAULT_OPTIONS, Line, RowOptions
+from cbatch.batch.lines import DEFAULT_OPTIONS, Line, RowOptions, place_of
 from cbatch.batch.rounds import nth_try
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.requests.completion import Completion
@@ -16,7 +16,7 @@ from cbatch.requests.rows import fill_row, fill_with_columns
 
 def parse_line(line: Line, options: RowOptions = DEFAULT_OPTIONS) -> Request:
     """Reads one line. Does not raise: whatever is wrong with the line is the row's `error`."""
-    row = Request(index=line.index, where=f"{options.unit} {line.index + 1}")
+    row = Request(index=line.index, where=place_of(line.index, options.unit))
     try:
         text = line.text(row.where)
         if options.is_text:

@@ -148,13 +148,18 @@ def line_digest(data: bytes | bytearray = b"") -> hashlib.blake2b:
     return hashlib.blake2b(data, digest_size=16)
 
 
+def place_of(index: int, unit: str) -> str:
+    """Where a row stands, for messages."""
+    return f"{unit} {index if unit == 'item' else index + 1}"
+
+
 @dataclass(frozen=True, slots=True)
 class RowOptions:
     """Options of all rows of a batch. Can be sent to the process that computes them.
 
     is_text:       lines are prompts instead of JSON
     has_columns:   each line is `{"columns": ..., "row": ...}`: a row, and columns whose names have no meaning but `id`
-    unit:          what messages call a line: `line`, or `row` of a table
+    unit:          what messages call a line: `line`, `row` of a table, or `item` of a program, whose first is 0
     allow_unknown: carry misspelt parameters along instead of refusing their row
     tools:         run what models call of these, in conversations whose rows bring no tools of their own
     max_tool_rounds: rounds of calls in one row, after which its model has to answer without tools

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -32,8 +32,8 @@ def map_rows(
     resume: bool,
     ordered: bool,
     window: int | None,
-) -> Generator[Completion]:
-    """Yields the result of each row, as `Engine.map` describes it.
+) -> tuple[Generator[Completion], Callable[[], None]]:
+    """The result of each row, as `Engine.map` describes it, and what ends them early, from any thread.
 
     options: of all rows; a template adds that they have columns
     """
@@ -56,12 +56,15 @@ def map_rows(
         template = JinjaTemplate(Path(template))
     elif isinstance(template, str):
         template = PromptTemplate(template)
-    options = replace(options, has_columns=template is not None)
-    driver, lines = EngineDriver(engine_thread), lines_of(rows, template)
+    unit = "item" if path is None else "line"  # a file has the bytes of `cbatch run`
+    options = replace(options, has_columns=template is not None, unit=unit)
+    driver, lines = EngineDriver(engine_thread), lines_of(rows, template, unit)
     stream = driver.open(options, window=4 * driver.limits.max_seqs if window is None else window)
-    if path is None:
-        return _results(stream, lines, ordered=ordered)
-    return _results_in_file(stream, lines, Path(path), partial(driver.keyed, options), resume=resume, ordered=ordered)
+    results = _results(stream, lines, ordered=ordered)
+    if path is not None:
+        keyed = partial(driver.keyed, options)
+        results = _results_in_file(stream, lines, Path(path), keyed, resume=resume, ordered=ordered)
+    return results, partial(stream.interrupt, 0)
 
 
 class MapWriter(FileWriter):

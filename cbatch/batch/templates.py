@@ -16,7 +16,7 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from cbatch.base.errors import ConfigError, RequestError, invalid_row
-from cbatch.batch.lines import Line
+from cbatch.batch.lines import Line, place_of
 from cbatch.requests.prompts import plain, row_fields
 
 if TYPE_CHECKING:
@@ -124,29 +124,29 @@ RowTemplate = ColumnTemplate | Callable[[Any], object]
 """Makes the prompt of a row: a text with names of columns, or a function of the row."""
 
 
-def lines_of(rows: Iterable[object], template: RowTemplate | None = None) -> Iterator[Line]:
+def lines_of(rows: Iterable[object], template: RowTemplate | None = None, unit: str = "line") -> Iterator[Line]:
     """The line of a JSONL file for each row. Never raises for a row: whatever is wrong with it is the line's `error`.
 
     Without a template, a row is a text, token ids, a list of messages, or a dictionary as in a file. With one, it is
     whatever the template takes, and its columns may have any names: the line is `{"columns": ..., "row": ...}`, with
     the columns as data, and the row that the template has made.
     """
-    return (_line_of(index, row, template) for index, row in enumerate(rows))
+    return (_line_of(index, row, template, unit) for index, row in enumerate(rows))
 
 
-def _line_of(index: int, row: object, template: RowTemplate | None) -> Line:
+def _line_of(index: int, row: object, template: RowTemplate | None, unit: str) -> Line:
     if template is None:
         try:
             return Line.of(index, json.dumps(row_fields(row)).encode())
         except Exception as error:
-            return _failed(index, error, _identity(row))
+            return _failed(index, unit, error, _identity(row))
     columns = _identity(row)
     try:
         columns = as_data(row) if isinstance(row, Mapping) else {}
         made = _templated(row, columns, template)
         return Line.of(index, json.dumps({"columns": columns, "row": made}).encode())
     except Exception as error:
-        return _failed(index, error, {"columns": columns, "row": {}}, {"columns": {}, "row": {}})
+        return _failed(index, unit, error, {"columns": columns, "row": {}}, {"columns": {}, "row": {}})
 
 
 def _templated(row: object, columns: Mapping[str, Any], template: RowTemplate) -> dict[str, Any]:
@@ -206,11 +206,11 @@ def _identity(row: object) -> dict[str, Any]:
     return {"id": identity} if isinstance(identity, str | int | float) else {}
 
 
-def _failed(index: int, error: Exception, *known: dict[str, Any]) -> Line:
+def _failed(index: int, unit: str, error: Exception, *known: dict[str, Any]) -> Line:
     """The line of a row that cannot be read, with the first of `known` that JSON can hold."""
     if not isinstance(error, RequestError):
         error = invalid_row(f"the row cannot be written as JSON: {error}")
-    reason = RequestError(error.code, f"line {index + 1}: {error}")
+    reason = RequestError(error.code, f"{place_of(index, unit)}: {error}")
     for fields in known:
         with suppress(ValueError):  # a number may have too many digits
             return Line(index, json.dumps(fields).encode(), error=reason)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,14 +94,14 @@ class LoadedModel:
     """
 
     name: str
-    make_network: Callable[[], Any]
-    tokenizer: ChatTokenizer | None
+    make_network: Callable[[], Any] = field(repr=False)
+    tokenizer: ChatTokenizer | None = field(repr=False)
     defaults: SamplingParams
     eos_ids: frozenset[int]
     max_tokens: int | None = None
     not_applied: tuple[str, ...] = ()
     fingerprint: str = ""
-    fast_model: Model | None = None
+    fast_model: Model | None = field(default=None, repr=False)
     placement: Placement | None = None
     path: str = ""
     stored: str = ""

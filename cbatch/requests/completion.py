@@ -19,6 +19,9 @@ from cbatch.requests import columns
 SERVER_ERRORS = ("internal_error", "tokenizer_error", "nan_logits", "cancelled", "invalid_answer")
 """Codes of errors that are not the request's fault, for the OpenAI Batch API."""
 
+MOST_SHOWN = 10
+"""Completions of a list that its text shows."""
+
 NEVER = -9999.0
 """Stands for the logarithm of 0 in rows, as in OpenAI's API: JSON has no infinity."""
 
@@ -88,7 +91,7 @@ class Usage:
         return fields
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Choice:
     """One output of a request.
 
@@ -124,6 +127,9 @@ class Choice:
             message["tool_calls"] = [call.to_dict() for call in self.tool_calls]
         return message
 
+    def __repr__(self) -> str:
+        return _shown("Choice", self, index=self.index, tokens=len(self.token_ids))
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:
@@ -147,6 +153,7 @@ class Completion(Mapping[str, Any]):
     choices:         the outputs, one unless `n` asks for more; one that is empty if there is an error. The completion
                      has `text`, `reasoning`, `tool_calls`, `finish_reason`, `stop_reason`, `note`, `token_ids` and
                      `logprobs` of the first
+    prompt:          a text, token ids, or a mapping with `messages`; None if it could not be read, and of `from_row`
     usage:           numbers of tokens
     error:           why the request failed, or None
     prompt_logprobs: of each token of the prompt, if asked for
@@ -177,11 +184,12 @@ class Completion(Mapping[str, Any]):
         timing: Timing | None = None,
     ) -> None:
         """
-        request:  of which it is the result; its prompt is not kept
+        request:  of which it is the result
         has_text: False if the model has no tokenizer; `text` is then null in the row
         """
         request = request or Request()
         self.index, self.id, self.extra, self.key = request.index, request.id, request.extra, request.key
+        self.prompt = _question(request.first or request)
         self._call = request.call
         self._names_tool = request.choice is not None and request.choice.name is not None
         self.has_form = request.params.constraint is not None or request.choice is not None
@@ -296,15 +304,8 @@ class Completion(Mapping[str, Any]):
     def __repr__(self) -> str:
         if self.error is not None:
             return f"Completion(error={self.error.code!r}, message={_shorten(str(self.error))!r})"
-        parts = {
-            "text": repr(_shorten(self.text)),
-            "reasoning": self.reasoning is not None and repr(_shorten(self.reasoning)),
-            "tool_calls": self.tool_calls and [_shorten(str(call)) for call in self.tool_calls],
-            "finish_reason": repr(self.finish_reason),
-            "choices": len(self.choices) > 1 and len(self.choices),
-            "tokens": f"{self.usage.prompt_tokens}+{self.usage.completion_tokens}",
-        }
-        return f"Completion({', '.join(f'{name}={value}' for name, value in parts.items() if value)})"
+        tokens = f"{self.usage.prompt_tokens}+{self.usage.completion_tokens}"
+        return _shown("Completion", self, choices=len(self.choices) > 1 and len(self.choices), tokens=tokens)
 
     def _repr_html_(self) -> str:
         if self.error is not None:
@@ -422,6 +423,25 @@ class Completion(Mapping[str, Any]):
         }
 
 
+def failure_sentence(num_failed: int, total: int, unit: str, first: RequestError) -> str:
+    return f"{num_failed:,} of {total:,} {unit} failed; the first: {first}"
+
+
+class Completions(list[Completion]):
+    """The results of several prompts, in their order."""
+
+    def raise_for_errors(self) -> Completions:
+        """Returns itself. Raises RequestError, with the code of the first error, if any has failed."""
+        if errors := [one.error for one in self if one.error is not None]:
+            raise RequestError(errors[0].code, failure_sentence(len(errors), len(self), "prompts", errors[0]))
+        return self
+
+    def __repr__(self) -> str:
+        shown = [repr(one) for one in self[:MOST_SHOWN]]
+        more = [f"… {len(self) - MOST_SHOWN:,} more"] if len(self) > MOST_SHOWN else []
+        return f"[{', '.join(shown + more)}]"
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """How likely the model finds a text.
@@ -447,6 +467,13 @@ class Score:
     def perplexity(self) -> float:
         """The exponential of the mean negative log-probability of a token; nan if there is no token."""
         return math.exp(-self.logprob / len(self.tokens)) if self.tokens else math.nan
+
+
+def _question(request: Request) -> Any:
+    messages = request.messages or ()
+    if len(messages) == 1 and messages[0].get("role") == "user" and not request.tools:
+        return messages[0]["content"]
+    return request.prompt or None
 
 
 def _choice_of(fields: Mapping[str, Any]) -> Choice:
@@ -494,6 +521,16 @@ def _token_name(one: TokenLogprob) -> str:
 def _rounded(logprob: float | None) -> float | None:
     """Rounded to five places, because most further ones depend on which rows ran beside this one."""
     return round(max(logprob, NEVER), 5) if logprob is not None else None
+
+
+def _shown(name: str, output: Choice | Completion, **others: Any) -> str:
+    parts = {
+        "text": repr(_shorten(output.text)),
+        "reasoning": output.reasoning is not None and repr(_shorten(output.reasoning)),
+        "tool_calls": output.tool_calls and [_shorten(str(call)) for call in output.tool_calls],
+        "finish_reason": repr(output.finish_reason),
+    }
+    return f"{name}({', '.join(f'{name}={value}' for name, value in (parts | others).items() if value)})"
 
 
 def _shorten(text: str) -> str:

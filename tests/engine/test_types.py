@@ -16,6 +16,7 @@ from cbatch import (
     CbatchError,
     Choice,
     Completion,
+    Completions,
     Engine,
     EngineConfig,
     RequestError,
@@ -62,14 +63,14 @@ def test_several_prompts_give_a_list(engine: Engine) -> None:
     mappings: Sequence[Mapping[str, Any]] = objects
     declared: list[Row] = [{"prompt": "Hi", "max_tokens": 2}]
     numbers: list[dict[str, float]] = [{"max_tokens": 2}] * 2
-    assert_type(engine.generate(texts, PARAMS), list[Completion])
-    assert_type(engine.generate(deque(texts), numbers[0]), list[Completion])
-    assert_type(engine.generate([(5, 6), (7,)], numbers), list[Completion])
-    assert_type(engine.generate(["Hi", [5, 6], {"prompt": "Hi"}], PARAMS), list[Completion])
-    assert_type(engine.generate([{"prompt": "Hi"}, {"messages": [USER]}], (PARAMS, PARAMS)), list[Completion])
-    assert_type(engine.generate(objects, PARAMS), list[Completion])
-    assert_type(engine.generate(mappings, [PARAMS]), list[Completion])
-    assert_type(engine.generate(declared), list[Completion])
+    assert_type(engine.generate(texts, PARAMS), Completions)
+    assert_type(engine.generate(deque(texts), numbers[0]), Completions)
+    assert_type(engine.generate([(5, 6), (7,)], numbers), Completions)
+    assert_type(engine.generate(["Hi", [5, 6], {"prompt": "Hi"}], PARAMS), Completions)
+    assert_type(engine.generate([{"prompt": "Hi"}, {"messages": [USER]}], (PARAMS, PARAMS)), Completions)
+    assert_type(engine.generate(objects, PARAMS), Completions)
+    assert_type(engine.generate(mappings, [PARAMS]), Completions)
+    assert_type(engine.generate(declared), Completions)
     assert_type(engine.generate(texts, [None, {"max_tokens": 2}])[1:], list[Completion])
 
 
@@ -84,8 +85,8 @@ def test_chats(engine: Engine) -> None:
     assert_type(engine.chat(history, PARAMS), Completion)
     with pytest.raises(RequestError, match="takes no tools"):
         assert_type(engine.chat(messages, tools=[WEATHER], tool_choice="auto", parallel_tool_calls=False), Completion)
-    assert_type(engine.chat((messages, messages), PARAMS, seed=None), list[Completion])
-    assert_type(engine.chat([objects], PARAMS), list[Completion])
+    assert_type(engine.chat((messages, messages), PARAMS, seed=None), Completions)
+    assert_type(engine.chat([objects], PARAMS), Completions)
 
 
 def test_streams_and_asyncio(engine: Engine) -> None:
@@ -98,10 +99,16 @@ def test_streams_and_asyncio(engine: Engine) -> None:
 
     async def main() -> None:
         assert_type(await engine.agenerate("Hi", PARAMS), Completion)
-        assert_type(await engine.agenerate(["Hi", [5]], PARAMS), list[Completion])
+        assert_type(await engine.agenerate(["Hi", [5]], PARAMS), Completions)
         async with engine.astream("Hi", PARAMS) as stream:
             async for event in stream:
                 assert_type(event, StreamEvent)
+        assert_type(await engine.achat([USER], PARAMS), Completion)
+        assert_type(await engine.achat([[USER]], PARAMS, max_tokens=1), Completions)
+        assert_type(await engine.ascore("Hi"), Score)
+        assert_type(await engine.ascore(["Hi"], [" there"]), list[Score])
+        async for done in engine.amap(["Hi"], params=PARAMS):
+            assert_type(done, Completion)
 
     asyncio.run(main())
     objects: list[dict[str, object]] = [{"prompt": "Hi"}]
@@ -152,7 +159,7 @@ def test_options_of_calls_are_the_fields_of_their_record(record: Any, options: A
 def test_sampling_parameters_of_a_call(engine: Engine) -> None:
     """Guards the shortest way to write a call, and that a checker knows its types."""
     assert_type(engine.generate("Hi", max_tokens=2, stop="x"), Completion)
-    assert_type(engine.generate(["Hi"], temperature=1), list[Completion])
+    assert_type(engine.generate(["Hi"], temperature=1), Completions)
     assert_type(engine.chat([USER], max_tokens=2, tools=[]), Completion)
 
 
