@@ -1,6 +1,15 @@
 """cbatch: chat with and batch-generate from language models over one continuous-batching engine.
 
-These names are the Python API. Importing the package is quick: torch loads with the first name that needs it.
+Engine, also called LLM      a model that generates: `Engine().generate("What is 2 plus 3?").text`
+EngineConfig, SamplingParams, TemplateOptions                   options of an engine, of a request, of a chat template
+Completion, Completions, Choice, Usage, TokenLogprob, ToolCall  results of `generate`, `chat` and `map`
+Score                        result of `score`
+Stream, AsyncStream, StreamEvent                                results of `stream` and `astream`
+CbatchError                  base of ConfigError, EngineError, ModelError and RequestError
+SteppingEngine, Request, TokenEvent, StepTracer                 for programs that run the steps themselves
+
+These names are the Python API, and `help(cbatch.Engine)` describes one of them. Importing the package is quick: torch
+loads with the first name that needs it.
 """
 
 from __future__ import annotations

@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import queue
 import re
+import shutil
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,8 @@ from cbatch.base.outputs import ToolCall
 from cbatch.base.params import SamplingParams
 from cbatch.model.load_plan import DEMO_MODEL
 from cbatch.requests.completion import Choice, Completion
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
@@ -226,3 +232,38 @@ def test_results_say_what_is_inside(engine: Engine) -> None:
     assert [one.prompt for one in engine.generate(prompts, max_tokens=1)] == [GOOD, ids, {"messages": messages}, GOOD]
     (done,) = engine.map([{"word": "lamp"}], template="Spell {word}.", params={"max_tokens": 9})
     assert done.prompt == "Spell lamp." and engine.decode(done.token_ids) == done.text
+
+
+SHELL = """
+import sys, time
+started = time.perf_counter()
+import cbatch
+assert {"Engine", "Completion", "SamplingParams"} <= set(dir(cbatch)) and time.perf_counter() - started < 1
+assert not {"torch", "numpy", "transformers"} & set(sys.modules)
+import pydoc, rlcompleter
+shown, completer = pydoc.plain(pydoc.render_doc(cbatch)), rlcompleter.Completer({"cbatch": cbatch})
+overview = shown[: shown.index("PACKAGE CONTENTS")]
+for name in cbatch.__all__:
+    assert name == "__version__" or (name in overview and f"{name} = " in shown or f"class {name}" in shown), name
+    assert name.startswith("_") or completer.complete(f"cbatch.{name}", 0).startswith(f"cbatch.{name}"), name
+"""
+
+
+@pytest.mark.slow
+def test_a_shell_shows_the_public_names() -> None:
+    """Guards `dir`, completion by tab and `help` of names that are imported late, and that the import stays quick."""
+    subprocess.run([sys.executable, "-c", SHELL], check=True)
+
+
+@pytest.mark.slow
+def test_an_editable_install_is_found_by_type_checkers(tmp_path: Path) -> None:
+    """Guards `pip install -e`: mypy and editors follow a path, and not the import hook of setuptools."""
+    pytest.importorskip("setuptools", "77", reason="setuptools of at least 77 is not installed")
+    for name in ("pyproject.toml", "README.md", "LICENSE", "cbatch/__init__.py", "cbatch/py.typed"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    build = "import setuptools.build_meta as build; build.build_editable('.')"
+    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True)
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        (path,) = [name for name in wheel.namelist() if name.endswith(".pth")]
+        assert Path(wheel.read(path).decode().strip()).samefile(tmp_path)
