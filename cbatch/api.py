@@ -47,6 +47,7 @@ from cbatch.requests.prompts import (
     list_prompts,
     plain,
     read_prompt,
+    row_fields,
     with_options,
 )
 from cbatch.requests.rows import CHAT, set_defaults
@@ -105,6 +106,7 @@ class ChatOptions(TypedDict, total=False):
     """Options of `Engine.chat`, by the names of OpenAI's and vLLM's APIs.
 
     tools:                   functions that the model may call: of Python, or described in OpenAI's form
+    system:                  system message of a conversation that has none
     tool_choice:             `auto`, `none`, `required`, or `{"type": "function", "function": {"name": ...}}`
     parallel_tool_calls:     false keeps only the first call of an output
     chat_template_kwargs:    variables for the chat template, such as `enable_thinking`
@@ -113,6 +115,7 @@ class ChatOptions(TypedDict, total=False):
     """
 
     tools: Sequence[Mapping[str, Any] | Callable[..., Any]]
+    system: str
     tool_choice: str | Mapping[str, Any]
     parallel_tool_calls: bool
     chat_template_kwargs: Mapping[str, Any]
@@ -218,7 +221,13 @@ class Engine(AbstractContextManager["Engine"]):
     ) -> Completions: ...
 
     def chat(
-        self, conversations: Any, params: Params = None, *, seed: int | None = 0, progress: bool = False, **options: Any
+        self,
+        conversations: Any = None,
+        params: Params = None,
+        *,
+        seed: int | None = 0,
+        progress: bool = False,
+        **options: Any,
     ) -> Any:
         """The model's next message in one conversation, or in several together.
 
@@ -226,7 +235,7 @@ class Engine(AbstractContextManager["Engine"]):
         options:       see ChatOptions; the other arguments, the result and errors are those of `generate`
         """
         progress = options.get("use_tqdm", progress)
-        values, is_single = list_conversations(conversations)
+        values, is_single = list_conversations(options.pop("messages", conversations))
         requests = self._encoded(values, params, seed, *_chat_fields(options))
         results = self._complete(len(values), requests, progress=progress)
         return results[0] if is_single else results
@@ -273,10 +282,16 @@ class Engine(AbstractContextManager["Engine"]):
     ) -> Completions: ...
 
     async def achat(
-        self, conversations: Any, params: Params = None, *, seed: int | None = 0, progress: bool = False, **options: Any
+        self,
+        conversations: Any = None,
+        params: Params = None,
+        *,
+        seed: int | None = 0,
+        progress: bool = False,
+        **options: Any,
     ) -> Any:
         """`chat` for asyncio, as `agenerate`."""
-        values, is_single = list_conversations(conversations)
+        values, is_single = list_conversations(options.pop("messages", conversations))
         encode = partial(self._encoded, values, params, seed, *_chat_fields(options))
         results = await self._acomplete(len(values), encode, progress=progress)
         return results[0] if is_single else results
@@ -370,6 +385,7 @@ class Engine(AbstractContextManager["Engine"]):
         cache: str | os.PathLike[str] | None = None,
         cache_size: str = DEFAULT_CACHE_SIZE,
         tools: Iterable[ToolLike] = (),
+        **sampling: Unpack[SamplingOptions],
     ) -> MapResults:
         """Yields the result of each row, lazily and in bounded memory; `rows` may be endless.
 
@@ -394,6 +410,8 @@ class Engine(AbstractContextManager["Engine"]):
         cache:    folder in which answers are kept, and from which they are taken; `cache_size`: the most it may take
         tools:    what the model may call: functions, which run here without limits, and files as `--tools` takes them
 
+        sampling: sampling parameters by their names, on top of `params`
+
         A row that is wrong has a result with an error. Leaving the iteration cancels what is in flight; `resume`
         continues there.
 
@@ -401,6 +419,7 @@ class Engine(AbstractContextManager["Engine"]):
         While iterating: ConfigError if the file cannot be written, or holds rows that are in the way; EngineError if
         the engine fails; RunFailed if writing fails; and what `rows` raises, after the results of all rows before it.
         """
+        params = with_options(params, sampling)
         if not isinstance(params, SamplingParams | Mapping | None):
             kind = type(params).__name__
             raise invalid_row(f"params must be SamplingParams or a mapping for all rows, not {kind}.")
@@ -418,7 +437,7 @@ class Engine(AbstractContextManager["Engine"]):
             thread, options, rows, template=template, path=path, resume=resume, ordered=ordered, window=window
         )
         total = len(rows) if isinstance(rows, Sized) else None
-        make_bar = partial(_Progress, total, "rows", shown=progress)
+        make_bar = partial(_Progress, total, "row", shown=progress)
         return MapResults(_results_of(self, thread, results, make_bar), interrupt)
 
     def amap(self, rows: Iterable[Any], **options: Any) -> AsyncGenerator[Completion]:
@@ -485,6 +504,8 @@ class Engine(AbstractContextManager["Engine"]):
 
         Raises RequestError if the prompt cannot be encoded.
         """
+        if not isinstance(prompt, str | Mapping) and any(isinstance(one, str) for one in prompt):
+            raise invalid_row("encode takes one prompt, and not a list of texts.")
         return self.core.encode(prompt, raw=raw, template=template, answer=answer)
 
     def get_tokenizer(self) -> ChatTokenizer | None:
@@ -536,7 +557,7 @@ class Engine(AbstractContextManager["Engine"]):
 
         Raises RequestError now, and not for each prompt, if an argument is wrong for all of them.
         """
-        params = with_options(params, sampling)
+        params, fields = with_options(params, sampling), row_fields(fields)
         each = list_params(params, len(prompts))
         shared = plain(params) if isinstance(params, SamplingParams | Mapping) else {}
         run_seed = secrets.randbits(64) if seed is None else seed
@@ -556,7 +577,7 @@ class Engine(AbstractContextManager["Engine"]):
     def _complete(self, count: int, requests: Iterable[Request | Completion], *, progress: bool = False) -> Completions:
         thread, finished = self.thread, queue.SimpleQueue[Received]()
         thread.check_may_wait()
-        with closing(RequestGroup(thread)) as group, _Progress(count, "prompts", shown=progress) as bar:
+        with closing(RequestGroup(thread)) as group, _Progress(count, "prompt", shown=progress) as bar:
             ended = _submit(group, requests, finished.put)
             for one in ended:
                 bar.count(one if isinstance(one, Completion) else group.next_of(finished))
@@ -568,7 +589,7 @@ class Engine(AbstractContextManager["Engine"]):
         thread = self.thread
         thread.check_may_wait()
         requests, mailbox = await asyncio.to_thread(lambda: list(encode())), Mailbox()
-        with closing(RequestGroup(thread)) as group, _Progress(count, "prompts", shown=progress) as bar:
+        with closing(RequestGroup(thread)) as group, _Progress(count, "prompt", shown=progress) as bar:
             ended = _submit(group, requests, mailbox.put)
             for one in ended:
                 bar.count(one if isinstance(one, Completion) else await mailbox.get(group))
@@ -583,13 +604,15 @@ class _Progress(AbstractContextManager["_Progress"]):
     """Counts results, in a bar if that is asked for, and logs a warning at the end if some have an error."""
 
     def __init__(self, total: int | None, unit: str, *, shown: bool) -> None:
-        self._bar = tqdm(total=total, unit=f" {unit}") if shown else None  # it starts a thread even if it is disabled
+        self._bar = tqdm(total=total, unit=f" {unit}s") if shown else None  # it starts a thread even if it is disabled
         self._unit, self._num_taken, self._num_failed = unit, 0, 0
         self._first: RequestError | None = None
 
     def count(self, result: Any) -> None:
         """Takes a completion, or what was received of its request, whose last event says whether there is an error."""
         error = (result[1] if isinstance(result, tuple) else result).error
+        if error is not None and error.code == "cancelled":  # the program has closed the engine
+            error = None
         self._first = self._first or error
         self._num_taken += 1
         self._num_failed += error is not None
@@ -615,7 +638,7 @@ def _completions(ended: Sequence[Completion | OutputProcessor]) -> Completions:
     return Completions(one if isinstance(one, Completion) else one.completion() for one in ended)
 
 
-class MapResults(Iterator[Completion]):
+class MapResults(Iterator[Completion], AbstractContextManager["MapResults"]):
     """The results of `Engine.map`, as they come. Leaving them cancels what is in flight, `close` at once."""
 
     def __init__(self, results: Generator[Completion], interrupt: Callable[[], None]) -> None:
@@ -629,6 +652,12 @@ class MapResults(Iterator[Completion]):
     def close(self) -> None:
         with self._reading:
             self._results.close()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return "MapResults: iterate over them"
 
 
 async def _amapped(results: MapResults) -> AsyncGenerator[Completion]:

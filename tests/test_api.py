@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from cbatch.api import Engine
+from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError, RequestError
 from cbatch.base.outputs import ToolCall
 from cbatch.base.params import SamplingParams
@@ -32,6 +33,10 @@ ROOT = Path(__file__).parents[1]
         ({"max_tokens": 0}, "max_tokens must be a whole number of at least 1, not 0."),
         ({"stream": True}, "stream is not available: a batch gives whole answers; from Python, engine.stream streams"),
         ({"params": {}, "sampling_params": {}}, "params and sampling_params are two names of one argument."),
+        (
+            {"system": "Be brief."},
+            "'system': it is a field of a row, or an argument of engine.chat",
+        ),
         ({"params": SamplingParams(), "enable_thinking": False}, "chat_template_kwargs is no field of SamplingParams"),
         ({"params": 5, "max_tokens": 3}, "params must be SamplingParams, a mapping, or a list of these, not int."),
     ],
@@ -53,6 +58,7 @@ def test_wrong_names_of_a_call_get_one_hint(engine: Engine, options: dict[str, A
         ({"max_seqs": 3, "max_num_seqs": 4}, "max_num_seqs is another name of max_seqs, which is given, too."),
         ({"model": "a", "model_path": "b"}, "model_path is another name of model, which is given, too."),
         ({"max_model_len": 10**6}, "max_model_len is 1,000,000; it can be at most the model's own, 1,024."),
+        ({"chat_template": "{% if %}"}, "The chat template is no Jinja template: line 1: Expected an expression"),
         ({"chat_template": "no/such.jinja"}, "Cannot read the chat template 'no/such.jinja': No such file"),
     ],
 )
@@ -156,7 +162,7 @@ def test_prompts_that_fail_are_hard_to_miss(engine: Engine, caplog: pytest.LogCa
     asyncio.run(engine.agenerate(BAD))
     mapped = list(engine.map([GOOD, BAD, 5], params={"max_tokens": 2}, progress=True))
     assert [record.getMessage() for record in caplog.records[1:]] == [
-        f"1 of 1 prompts failed; the first: {WRONG}",
+        f"1 of 1 prompt failed; the first: {WRONG}",
         f"2 of 3 rows failed; the first: item 1: {WRONG}",
     ]
     assert "failed=2" in capsys.readouterr().err and str(mapped[2].error).startswith("item 2: a prompt must be")
@@ -194,8 +200,19 @@ def test_everything_has_a_form_for_asyncio(engine: Engine) -> None:
         several = await engine.achat([conversation], params)
         return [await engine.achat(conversation, params), list(several), await engine.ascore(GOOD, " 5"), mapped]
 
-    alone, mapped = engine.chat(conversation, params), list(engine.map([GOOD, "Hi"], params=params))
+    alone, mapped = engine.chat(conversation, params), list(engine.map([GOOD, "Hi"], **params))
     assert asyncio.run(main()) == [alone, [alone], engine.score(GOOD, " 5"), mapped]
+
+
+def test_what_people_write_first_works(engine: Engine) -> None:
+    """Guards first lines in a notebook: names of OpenAI's API in a chat, and lists where one prompt is meant."""
+    messages = [{"role": "user", "content": "Hi"}]
+    expected = engine.chat([{"role": "system", "content": "Be brief."}, *messages], max_tokens=3)
+    assert engine.chat(messages=messages, system="Be brief.", max_tokens=3) == expected  # type: ignore[call-overload]
+    with engine.map([GOOD, "Hi"], max_tokens=1) as results:
+        assert next(results).usage.completion_tokens == 1
+    with pytest.raises(RequestError, match="encode takes one prompt"):
+        engine.encode(["a", "b"])  # type: ignore[arg-type]
 
 
 def test_a_map_that_is_cancelled_ends(engine: Engine) -> None:
@@ -225,7 +242,9 @@ def test_results_say_what_is_inside(engine: Engine) -> None:
     params = SamplingParams(max_tokens=40, logprobs=20, ignore_eos=True)
     results = engine.generate([GOOD] * 30, params)
     assert len(repr(results)) < 5000 and repr(results).endswith("… 20 more]") and len(repr(results[0].choices[0])) < 300
-    assert len(repr(engine.loaded)) < 500
+    assert repr(params) == "SamplingParams(max_tokens=40, ignore_eos=True, logprobs=20)"
+    assert repr(EngineConfig(max_seqs=3, chat_template="{{" * 99)).startswith("EngineConfig(chat_template='{{{{")
+    assert max(len(repr(one)) for one in (engine.loaded, engine.config, engine, engine.map([]))) < 300
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": GOOD}]
     ids = engine.encode(GOOD)
     prompts: list[Any] = [GOOD, ids, {"messages": messages}, {"messages": messages[1:]}]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from cbatch.base.errors import ConfigError, os_errors_as
-from cbatch.base.option import check_options, documented, option, parse_json
+from cbatch.base.option import check_options, differing, documented, option, parse_json
 from cbatch.base.units import parse_memory
 
 DEVICE_VARIABLE = "CBATCH_DEVICE"
@@ -65,7 +65,7 @@ _model, _engine, _memory = (partial(option, group=group) for group in ("Model", 
 
 
 @documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class EngineConfig:
     """The model that an engine loads, and the part of the machine that it uses.
 
@@ -213,6 +213,8 @@ class EngineConfig:
     """Folder of this user alone for packed weights, also of small models; None: `~/.cache/cbatch/weights`."""
     lora: Mapping[str, str] | None = None
     """LoRA adapters that requests may name, in folders or hub ids: {"sql": "adapters/sql"}."""
+
+    __repr__ = differing
 
     @property
     def min_gpus(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import reprlib
 import textwrap
 import types
 from collections.abc import Callable
@@ -122,6 +123,14 @@ def documented(record: type[Record]) -> type[Record]:
         lines.append(textwrap.fill(text, 116, initial_indent=" " * 4, subsequent_indent=" " * 8))
     record.__doc__ = "\n".join([*lines, ""])
     return record
+
+
+def differing(record: Any) -> str:
+    """The text of a record with the fields that differ from their defaults, for `__repr__`."""
+    values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    defaults = {field.name: field.default for field in dataclasses.fields(record)}
+    given = [f"{name}={reprlib.repr(value)}" for name, value in values.items() if value != defaults[name]]
+    return f"{type(record).__name__}({', '.join(given)})"
 
 
 def parse_json(text: str, of: str = "") -> Any:

@@ -10,7 +10,7 @@ from functools import lru_cache, partial, wraps
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, TypeGuard, TypeVar, get_args
 
 from cbatch.base.errors import RequestError, invalid_row
-from cbatch.base.option import Option, documented
+from cbatch.base.option import Option, differing, documented
 from cbatch.base.spelling import similar_name
 
 Given = TypeVar("Given", contravariant=True)
@@ -486,10 +486,7 @@ class SamplingParams:
         if len(given) > 1:
             raise invalid_row(f"{' and '.join(given)} cannot be combined.")
 
-    def __repr__(self) -> str:
-        """Shows the fields that differ from their defaults."""
-        given = {name: getattr(self, name) for name in PARAM_NAMES if self.asks_for([name])}
-        return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+    __repr__ = differing
 
     @property
     def greedy(self) -> bool:

@@ -14,6 +14,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateSyntaxError
 from safetensors import SafetensorError
 
 from cbatch.base.errors import (
@@ -60,6 +61,7 @@ from cbatch.model.tensor_names import has_own_head
 from cbatch.runtime.device import is_accelerator
 from cbatch.runtime.memory import is_out_of_memory
 from cbatch.text.backend import TextTokenizer
+from cbatch.text.chat_template import template_environment
 from cbatch.text.isolated import load_tokenizer
 from cbatch.text.tokenizer import ChatTokenizer
 
@@ -183,6 +185,10 @@ def _load(plan: LoadPlan) -> LoadedModel:
 
 def _checked_tokenizer(plan: LoadPlan, tokenizer: TextTokenizer | None) -> ChatTokenizer | None:
     if tokenizer is not None and plan.chat_template is not None:
+        try:
+            template_environment().parse(plan.chat_template)
+        except TemplateSyntaxError as error:
+            raise ConfigError(f"The chat template is no Jinja template: line {error.lineno}: {error}.") from error
         tokenizer = replace(tokenizer, chat_template=plan.chat_template)
     made = ChatTokenizer(tokenizer, plan.reply_format) if tokenizer is not None else None
     if made is not None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from cbatch.base.errors import RequestError
 from cbatch.base.outputs import FinishReason, ToolCall
 from cbatch.base.request import ApiCall, Request
+from cbatch.base.units import format_count
 from cbatch.requests import columns
 
 SERVER_ERRORS = ("internal_error", "tokenizer_error", "nan_logits", "cancelled", "invalid_answer")
@@ -424,7 +425,7 @@ class Completion(Mapping[str, Any]):
 
 
 def failure_sentence(num_failed: int, total: int, unit: str, first: RequestError) -> str:
-    return f"{num_failed:,} of {total:,} {unit} failed; the first: {first}"
+    return f"{num_failed:,} of {format_count(total, unit)} failed; the first: {first}"
 
 
 class Completions(list[Completion]):
@@ -433,7 +434,7 @@ class Completions(list[Completion]):
     def raise_for_errors(self) -> Completions:
         """Returns itself. Raises RequestError, with the code of the first error, if any has failed."""
         if errors := [one.error for one in self if one.error is not None]:
-            raise RequestError(errors[0].code, failure_sentence(len(errors), len(self), "prompts", errors[0]))
+            raise RequestError(errors[0].code, failure_sentence(len(errors), len(self), "prompt", errors[0]))
         return self
 
     def __repr__(self) -> str:
@@ -472,7 +473,7 @@ class Score:
 def _question(request: Request) -> Any:
     messages = request.messages or ()
     if len(messages) == 1 and messages[0].get("role") == "user" and not request.tools:
-        return messages[0]["content"]
+        return messages[0].get("content")
     return request.prompt or None
 
 

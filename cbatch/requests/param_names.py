@@ -360,7 +360,7 @@ def check_known(names: Iterable[Any], known: Sequence[str]) -> None:
 
 
 def _advice(name: Any, known: Sequence[str]) -> str:
-    if name in TOOL_FIELDS:
+    if name in (*TOOL_FIELDS, "system"):
         return ": it is a field of a row, or an argument of engine.chat."
     if name in ROW_FIELDS:
         return ": it is a field of a row."

@@ -102,11 +102,11 @@ def with_options(params: Any, options: Mapping[str, Any]) -> Any:
 def read_prompt(prompt: Any, index: int, fields: Mapping[str, Any]) -> Request:
     """A prompt as a row. Does not raise: whatever is wrong with the prompt is the row's `error`.
 
-    fields: further fields of the row, for prompts that do not have them
+    fields: further fields of the row (`row_fields`), for prompts that do not have them
     """
     row = Request(index=index)
     try:
-        fill_row(row, {**row_fields(fields), **row_fields(prompt)}, allow_unknown=False)
+        fill_row(row, {**fields, **row_fields(prompt)}, allow_unknown=False)
     except RequestError as error:
         row.error = error
     except RecursionError:

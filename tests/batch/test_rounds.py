@@ -75,7 +75,7 @@ def test_the_row_says_what_happened(engine: Engine) -> None:
     bad, batch_bad = run(engine, rows, validate="regex=never", tries=2)
     assert set(bad) == {"index", "id", "error", "key", "validation"}
     assert bad["error"]["code"] == "invalid_answer"
-    assert bad["error"]["message"] == f"line 1: no valid answer in 2 tries; {NEVER}"
+    assert bad["error"]["message"] == f"item 0: no valid answer in 2 tries; {NEVER}"
     assert bad["validation"] == {
         "valid": False,
         "tries": 2,
