@@ -58,6 +58,7 @@ def test_wrong_names_of_a_call_get_one_hint(engine: Engine, options: dict[str, A
         ({"max_seqs": 3, "max_num_seqs": 4}, "max_num_seqs is another name of max_seqs, which is given, too."),
         ({"model": "a", "model_path": "b"}, "model_path is another name of model, which is given, too."),
         ({"max_model_len": 10**6}, "max_model_len is 1,000,000; it can be at most the model's own, 1,024."),
+        ({"chat_template": __file__.replace("test_api", "__init__")}, "/__init__.py' holds no chat template, which is"),
         ({"chat_template": "{% if %}"}, "The chat template is no Jinja template: line 1: Expected an expression"),
         ({"chat_template": "no/such.jinja"}, "Cannot read the chat template 'no/such.jinja': No such file"),
     ],
@@ -202,6 +203,14 @@ def test_everything_has_a_form_for_asyncio(engine: Engine) -> None:
 
     alone, mapped = engine.chat(conversation, params), list(engine.map([GOOD, "Hi"], **params))
     assert asyncio.run(main()) == [alone, [alone], engine.score(GOOD, " 5"), mapped]
+
+
+def test_seed_none_takes_a_new_one_at_each_call(engine: Engine) -> None:
+    """Guards loops that want several texts for a prompt: the default seed gives one text for ever."""
+    texts = [engine.generate("Hi", seed=None, temperature=5, max_tokens=20).text for _ in range(3)]
+    same = {engine.generate("Hi", temperature=5, max_tokens=20).text for _ in range(3)}
+    assert len(set(texts)) == 3 and len(same) == 1
+    assert "text for ever" in str(Engine.generate.__doc__)
 
 
 def test_what_people_write_first_works(engine: Engine) -> None:

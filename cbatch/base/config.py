@@ -276,13 +276,17 @@ EngineOptions = TypedDict("EngineOptions", {  # noqa: UP013
 
 def _read_template(given: Any) -> Any:
     """The text of a chat template, which is given itself or in a file. Raises ConfigError if it cannot be read."""
-    if not isinstance(given, os.PathLike) and (not isinstance(given, str) or "{%" in given or "{{" in given):
+    if not isinstance(given, os.PathLike) and (not isinstance(given, str) or _is_template(given)):
         return given
     with os_errors_as(ConfigError, f"Cannot read the chat template {os.fspath(given)!r}"):
-        try:
-            return Path(given).expanduser().read_text(encoding="utf-8")
-        except ValueError as error:
-            raise ConfigError(f"The chat template {os.fspath(given)!r} is no text in UTF-8: {error}.") from error
+        data = Path(given).expanduser().read_bytes()
+    if not _is_template(text := data.decode("utf-8", "replace")) or "\ufffd" in text:
+        raise ConfigError(f"{os.fspath(given)!r} holds no chat template, which is text with {{{{ or {{% in it.")
+    return text
+
+
+def _is_template(text: str) -> bool:
+    return "{%" in text or "{{" in text
 
 
 def _check_max_memory(limits: Any) -> None:
