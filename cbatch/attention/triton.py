@@ -69,10 +69,7 @@ class TritonAttention:
         return self._metadata(batch)
 
     def _metadata(self, batch: RaggedBatch, without: slice = NONE) -> AttentionMetadata:
-        return build_metadata(
-            batch.slot_mapping, batch.block_tables, batch.starts, batch.stops, self.decode.split,
-            whole=self.batch_invariant, without=without,
-        )  # fmt: skip
+        return build_metadata(batch, self.decode.split, whole=self.batch_invariant, without=without)
 
     def graph_buffers(
         self,

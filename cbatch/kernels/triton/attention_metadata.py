@@ -21,7 +21,6 @@ sequence is cut into other chunks. If work is `whole`, nothing is split, and the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -331,16 +330,13 @@ class StepBuffers:
             self.input_ids.index_copy_(0, places, unknown.tokens.index_select(0, rows))
 
 
-def build_metadata(
-    slots: Tensor, tables: Tensor, starts: Sequence[int], stops: Sequence[int], split: int, *, whole: bool = False,
-    without: slice = NONE,
-) -> AttentionMetadata:  # fmt: skip
+def build_metadata(batch: RaggedBatch, split: int, *, whole: bool = False, without: slice = NONE) -> AttentionMetadata:
     """Metadata of a step. Chunks of one token are decode rows, longer ones prefill; those that end at 0 are padding.
 
-    slots [T] and tables [S, B] int32 are on the device. For `whole` and `without` see `list_work`.
+    For `whole` and `without` see `list_work`.
     """
-    lengths = np.array(stops, np.int64)
-    counts = np.where(lengths == 0, 1, lengths - np.array(starts, np.int64))
+    lengths, tables = batch.lengths, batch.block_tables
+    counts = np.where(lengths == 0, 1, batch.counts)
     first_blocks = np.arange(len(lengths)) * tables.shape[1]
     work = list_work(counts, lengths, first_blocks, split, whole=whole, without=without)
     there = to_device([array.astype(np.int32) for array in work.arrays], tables.device)
@@ -348,4 +344,4 @@ def build_metadata(
     decode = DecodeMetadata(items, totals, split, int(counts[counts <= NARROW].max())) if len(items) else None
     prefill = PrefillMetadata(pieces, count, work.piece_tokens, whole) if len(pieces) else None
     block_ids = tables.contiguous().view(-1)
-    return AttentionMetadata(slots, sequences, block_ids, merges, merged, work.partials, decode, prefill)
+    return AttentionMetadata(batch.slot_mapping, sequences, block_ids, merges, merged, work.partials, decode, prefill)
