@@ -32,7 +32,7 @@ def test_info_names_versions_model_and_cache(model_folder: Path, capsys: pytest.
     assert run_command([*options, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [f"{name:<13} {value}" for name, value in found.items()] == lines
-    assert run_command([*options, "--json", "--models"]) == 2 and "--json shows" in capsys.readouterr().err
+    assert run_command([*options, "--json", "--check"]) == 2 and "--json shows" in capsys.readouterr().err
 
 
 def test_info_shows_and_clears_kept_weights(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Literal
@@ -27,22 +27,29 @@ _MAX_SUGGESTIONS = 3
 class LocalModel:
     """A model on this machine.
 
-    name:        hub id, or path of a GGUF file
+    name:        hub id, or path of a folder or a GGUF file
+    place:       folder or file where it lies
     modified_at: when it was put there, in seconds since 1970
     """
 
     name: str
-    kind: Literal["hub", "gguf"]
+    place: Path
+    kind: Literal["hub", "folder", "gguf"]
     size_bytes: int
     modified_at: float
 
 
 def local_models() -> list[LocalModel]:
     """All models that are found, by name: first those of the hub's cache, then GGUF files."""
-    found = {(model.kind, model.name): model for model in _hub_models(hub_cache())}
+    found = {model.name: model for model in _hub_models(hub_cache())}
     for folder in gguf_folders():
-        found |= {(model.kind, model.name): model for model in _gguf_files(folder, _MAX_DEPTH)}
+        found |= {model.name: model for model in _models_below(folder, _MAX_DEPTH) if model.kind == "gguf"}
     return sorted(found.values(), key=lambda model: (model.kind != "hub", model.name.lower()))
+
+
+def models_below(folder: Path) -> list[LocalModel]:
+    """The model folders and GGUF files in a folder, and below it, by name."""
+    return sorted(_models_below(folder, _MAX_DEPTH), key=lambda model: model.name.lower())
 
 
 def hub_cache() -> Path:
@@ -84,29 +91,31 @@ def _hub_models(cache: Path) -> Iterator[LocalModel]:
         kind, _, name = repository.name.partition("--")
         if kind != "models" or not name:
             continue
-        snapshots = [model for folder in _entries(Path(repository, "snapshots")) if (model := _snapshot(folder, name))]
+        snapshots = [model for one in _entries(Path(repository, "snapshots")) if (model := _model_folder(one.path))]
         if snapshots:
-            yield max(snapshots, key=lambda model: model.modified_at)
+            yield replace(max(snapshots, key=lambda model: model.modified_at), name=name.replace("--", "/"), kind="hub")
 
 
-def _snapshot(folder: os.DirEntry[str], name: str) -> LocalModel | None:
-    """A model's snapshot, if it has a configuration and weights. Its files are links to those with the content."""
+def _model_folder(folder: str) -> LocalModel | None:
+    """The model in a folder, if it has a configuration and weights, which may be links."""
     files = {entry.name: status for entry in _entries(folder) if (status := _status(entry)) is not None}
     weights = [status for file, status in files.items() if file.endswith(".safetensors")]
     if not weights or "config.json" not in files:
         return None
     size, newest = sum(one.st_size for one in weights), max(one.st_mtime for one in weights)
-    return LocalModel(name.replace("--", "/"), "hub", size, newest)
+    return LocalModel(folder, Path(folder), "folder", size, newest)
 
 
-def _gguf_files(folder: Path | os.DirEntry[str], depth: int) -> Iterator[LocalModel]:
+def _models_below(folder: str | os.PathLike[str], depth: int) -> Iterator[LocalModel]:
+    if (model := _model_folder(os.fspath(folder))) is not None:
+        yield model
     for entry in _entries(folder):
         status = _status(entry)
         if status is not None and stat.S_ISDIR(status.st_mode):
             if depth and not entry.name.startswith("."):
-                yield from _gguf_files(entry, depth - 1)
+                yield from _models_below(entry, depth - 1)
         elif status is not None and entry.name.lower().endswith(".gguf"):
-            yield LocalModel(entry.path, "gguf", status.st_size, status.st_mtime)
+            yield LocalModel(entry.path, Path(entry.path), "gguf", status.st_size, status.st_mtime)
 
 
 def _folders_beside(name: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""`cbatch info`: shows what to paste into a bug report, checks kernels, and lists models."""
+"""`cbatch info`: shows what to paste into a bug report, and checks kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import platform
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,10 +13,9 @@ import click
 from cbatch import __version__
 from cbatch.base.config import EngineConfig
 from cbatch.base.units import format_bytes
-from cbatch.cli.common.configured_command import ConfiguredCommand, display_path
+from cbatch.cli.common.configured_command import ConfiguredCommand
 from cbatch.cli.common.console import emit, safe
 from cbatch.cli.common.loading import open_engine
-from cbatch.cli.common.local_models import gguf_folders, hub_cache, local_models
 from cbatch.cli.common.options import engine_config, engine_options
 
 if TYPE_CHECKING:
@@ -38,20 +36,16 @@ _BLOCKS = 16
 )
 @click.option("--clear-weight-cache", is_flag=True, help="Remove the files of packed weights, and do nothing else.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
-@click.option("--models", is_flag=True, help="List the models on this machine, and do nothing else.")
-def info(check: bool, clear_weight_cache: bool, as_json: bool, models: bool, **values: Any) -> int:
+def info(check: bool, clear_weight_cache: bool, as_json: bool, **values: Any) -> int:
     """Show versions, devices, the model, and the size of its KV cache."""
     config = engine_config(values)
-    if as_json and (check or clear_weight_cache or models):
-        raise click.UsageError("--json shows what info shows without --check, --models and --clear-weight-cache.")
+    if as_json and (check or clear_weight_cache):
+        raise click.UsageError("--json shows what info shows without --check and --clear-weight-cache.")
     if clear_weight_cache:
         from cbatch.model.packed_file import WeightCache
 
         cache = WeightCache.of_config(config)
         emit(f"{format_bytes(cache.clear() if cache else 0)} of packed weights were removed.")
-        return 0
-    if models:
-        _show_models()
         return 0
     about = _about_machine(config)
     if not as_json:
@@ -141,22 +135,3 @@ def _speed(check: KernelCheck, engine: Engine, rates: DeviceRates) -> str:
 
 def _flops_rate(per_s: float) -> str:
     return f"{per_s / 1e12:,.1f} TFLOP/s" if per_s >= 1e12 else f"{per_s / 1e9:,.1f} GFLOP/s"
-
-
-def _show_models() -> None:
-    """Prints name, kind, size and date of each model; if there are none, where they were looked for."""
-    models = local_models()
-    if not models:
-        folders = ", ".join(display_path(folder) for folder in gguf_folders())
-        emit(
-            f"There are no models in the hub's cache ({display_path(hub_cache())}), and no GGUF files in {folders}. "
-            "A model is downloaded when it is first used, for example by cbatch chat -m Qwen/Qwen3-0.6B."
-        )
-        return
-    rows = [("model", "kind", "size", "date")]
-    for one in models:
-        date = datetime.fromtimestamp(one.modified_at).date().isoformat()
-        rows.append((safe(one.name), one.kind, format_bytes(one.size_bytes), date))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, kind, size, date in rows:
-        emit(f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {size:>{widths[2]}}  {date}".rstrip())

@@ -136,7 +136,7 @@ def test_what_is_wrong_is_a_sentence(config: Path, content: bytes, sentence: str
 def test_a_file_that_cannot_be_read(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the exit code and the sentence of an unreadable file; the help opens in spite of it."""
     config.mkdir()
-    assert run_command(["info", "--models"]) == 2
+    assert run_command(["info"]) == 2
     assert "config.toml cannot be read: Is a directory." in capsys.readouterr().err
     assert run_command(["info", "--help"]) == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -109,20 +110,35 @@ def test_what_may_be_meant(name: str, meant: list[str], add_model: AddModel, tmp
     assert suggest_models(name) == meant
 
 
-def test_the_table_of_info(add_model: AddModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards `info --models`: a line for each model, GGUF files, and words if there are none."""
-    assert run_command(["info", "--models"]) == 0
+def test_the_table_of_models(add_model: AddModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards `cbatch models`: what computes each model and why, broken ones too; and words if there are none."""
+    assert run_command(["models"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("There are no models in the hub's cache (~/.cache/huggingface/hub)")
     assert "~/.lmstudio/models" in said
-    add_model("me/tiny", size=2**20)
+    config: dict[str, object] = {"model_type": "qwen3", "max_position_embeddings": 40960}
+    (add_model("me/tiny", size=2**20) / "config.json").resolve().write_text(json.dumps(config))
+    (add_model("me/other") / "config.json").resolve().write_text(json.dumps({"model_type": "bloom"}))
+    (add_model("me/wrong") / "config.json").resolve().write_text("[]")
     (tmp_path / ".cache/llama.cpp").mkdir()
     (tmp_path / ".cache/llama.cpp/x.gguf").touch()
-    assert run_command(["info", "--models"]) == 0
-    header, first, second = capsys.readouterr().out.splitlines()
-    assert header.split() == ["model", "kind", "size", "date"]
-    assert first.split()[:4] == ["me/tiny", "hub", "1.0", "MiB"]
-    assert second.startswith(f"{tmp_path}/.cache/llama.cpp/x.gguf  gguf ")
+    assert run_command(["models"]) == 0
+    header, other, tiny, wrong, file = capsys.readouterr().out.splitlines()
+    assert header.split() == ["model", "family", "context", "size", "fits", "date", "path"]
+    assert other.split()[:2] == ["me/other", "bloom"] and "transformers: its model type bloom" in other
+    assert tiny.split()[:6] == ["me/tiny", "qwen3", "40,960", "1.0", "MiB", "yes"] and tiny.endswith("  fast")
+    assert "  refused: " in wrong
+    assert file.startswith(f"{tmp_path}/.cache/llama.cpp/x.gguf ") and "refused: " in file
+
+
+def test_the_models_of_a_folder(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards folders of models, whose names load, as JSON for scripts; and a folder that is not there."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "one").symlink_to(model_folder)
+    assert run_command(["models", str(tmp_path / "mine"), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["model"], found["kind"], found["path"]) == (str(tmp_path / "mine" / "one"), "folder", "fast")
+    assert run_command(["models", str(tmp_path / "nowhere")]) == 2
 
 
 def test_the_shell_completes_models(add_model: AddModel) -> None:
