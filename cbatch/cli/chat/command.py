@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
+from click.core import ParameterSource
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.option import option
@@ -23,6 +25,7 @@ from cbatch.cli.common.console import notice
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.common.loading import open_engine, tracing
 from cbatch.cli.common.options import (
+    SAMPLING_FIELDS,
     SamplingOptions,
     engine_options,
     lora_option,
@@ -39,9 +42,12 @@ from cbatch.cli.common.replica_options import ReplicaOptions
 if TYPE_CHECKING:
     from cbatch.api import Engine
     from cbatch.cli.chat.controller import ChatController
+    from cbatch.cli.chat.session.session import Session
     from cbatch.cli.chat.session.store import SessionStore
     from cbatch.runtime.tracing import StepTracer
 
+
+SCREEN_OPTIONS = "vi", "mouse", "transcript"
 
 _session, _rows, _screen, _report = (
     partial(option, group=group) for group in ("Session", "Prompts and tools", "Screen", "Reports")
@@ -50,9 +56,13 @@ _session, _rows, _screen, _report = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """The options of `cbatch chat`; `source` is --from, `continued` --continue."""
+    """The options of `cbatch chat`; `source` is --from, `continued` --continue.
+
+    typed: those that stand on the command line itself; they count more than what a session was saved with
+    """
 
     question: str | None
+    typed: Mapping[str, Any]
     lines: bool = _session(False, "Take each line of stdin as a message of one conversation.")
     json: bool = _session(False, "Write each reply as a JSON object, without a terminal.")
     continued: bool = _session(False, "Go on with the last saved session.", names=("-c", "--continue"))
@@ -91,6 +101,8 @@ class ChatOptions:
             raise UserError("--continue, --load and --from each open a session; give one of them.")
         if self.lines and self.question is not None:
             raise UserError("With --lines the messages are the lines of stdin; a QUESTION does not go with it.")
+        if "allow_tools" in self.typed and not self.tools:
+            raise UserError("--allow-tools goes with --tools FILE.")
 
 
 @click.command("chat", cls=ConfiguredCommand)
@@ -107,7 +119,9 @@ def chat(**values: Any) -> Literal[0, 1]:
     With a QUESTION, write its answer to stdout and end. If stdin is not a terminal, all of it is one document that
     follows the QUESTION, or is the question itself.
     """
-    options = make_options(ChatOptions, values)
+    source = click.get_current_context().get_parameter_source
+    typed = {name: value for name, value in values.items() if source(name) is ParameterSource.COMMANDLINE}
+    options = make_options(ChatOptions, {**values, "typed": typed})
     options.check_usage()
     if sys.stdin is None or sys.stdout is None:
         raise UserError("A chat needs stdin and stdout, and one of them is closed.")
@@ -116,6 +130,9 @@ def chat(**values: Any) -> Literal[0, 1]:
         in_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         if in_terminal and options.question is None and not (options.lines or options.json):
             return _run_in_terminal(options, trace)
+        if strange := [name for name in SCREEN_OPTIONS if name in typed]:
+            is_on = typed[strange[0]] is True
+            raise UserError(f"--{'' if is_on else 'no-'}{strange[0]} is for a chat on a terminal, and this is none.")
         return _run_in_pipe(options, trace)
 
 
@@ -223,6 +240,16 @@ def _make_controller(
     )
 
 
+def _apply_typed(options: ChatOptions, session: Session) -> None:
+    """Has what was typed count for a session from a file, from now on."""
+    typed, nothing = options.typed, dict.fromkeys([*SAMPLING_FIELDS, "json_schema", "system", "seed"])
+    given = SamplingOptions.from_values({**nothing, "param": {}, **typed})
+    session.params = with_overrides(session.params, given.params)
+    session.template_kwargs = {**session.template_kwargs, **typed.get("template_kwargs", {})}
+    session.system = session.system if given.system is None else given.system or None
+    session.seed = session.seed if "seed" not in typed else None  # then it is the chat's own
+
+
 def _open_session(options: ChatOptions, controller: ChatController, store: SessionStore) -> None:
     """Opens what --continue, --load or --from name. Raises UserError if it is not there."""
     name = options.load
@@ -231,7 +258,9 @@ def _open_session(options: ChatOptions, controller: ChatController, store: Sessi
         if path is None:
             none = f"There is no saved session {name[:80]}; /load in a chat lists them." if name is not None else ""
             raise UserError(none or "No session is saved yet.")
-        controller.open_saved(store.open(path))
+        session = store.open(path)
+        _apply_typed(options, session)
+        controller.open_saved(session)
     source, index = options.source, options.index
     if source is None or index is None:
         return
@@ -243,6 +272,7 @@ def _open_session(options: ChatOptions, controller: ChatController, store: Sessi
     session, prompt_tokens = from_result(Path(source), index, prompts, sampling.seed)
     session.params = with_overrides(session.params, sampling.params)
     session.system = session.system or sampling.system
+    _apply_typed(options, session)
     controller.open_saved(session)
     if prompts is None:
         session.add_notice("The file does not hold the question to this reply; --prompts FILE adds it.")

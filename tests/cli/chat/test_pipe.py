@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from cbatch.cli.main import run_command
-from tests.support.chat_terminal import Chat
+from tests.support.chat_terminal import Chat, write_session
 from tests.support.faults import wait_until
 from tests.support.fork_server import ForkServer
 
@@ -76,6 +76,28 @@ def test_a_question_goes_on_with_the_last_session(runs: ForkServer, talk: Talk, 
     assert talk("", "-q", "--load", "nobody", "Hello.", env=state)[0] == 2
 
 
+def test_what_is_typed_counts_for_a_saved_session(talk: Talk, tmp_path: Path) -> None:
+    """Guards -c and --load with settings, which were ignored: they hold from now on, others of the session stay."""
+    path = write_session(tmp_path / "n.json", "My name is Ada.", "Nice to meet you, Ada!")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"params": {"top_p": 0.5, "max_tokens": 9}, "seed": 3}))
+    typed = ["--max-tokens", 2, "--regex", "[0-9]+", "--temperature", 0, "--system", "Count.", "--seed", 7]
+    code, out, _ = talk("", "-q", "--load", path, *typed, "Spell the word lamp.")
+    assert code == 0 and re.fullmatch("[0-9]{1,4}\n", out)
+    saved = json.loads(path.read_text())
+    params = {"top_p": 0.5, "max_tokens": 2, "regex": "[0-9]+", "temperature": 0.0}
+    assert (saved["params"], saved["system"], saved["seed"]) == (params, "Count.", None)
+    configured = talk("", "-q", "--load", path, "Hello.", env={"CBATCH_CHAT_MAX_TOKENS": "50"})
+    assert configured[0] == 0 and json.loads(path.read_text())["params"] == params, "defaults of the user are no order"
+
+
+def test_a_reply_that_repeats_itself_is_stopped(talk: Talk) -> None:
+    """Guards replies that loop to the end of the context: they stop, and say so."""
+    code, out, err = talk("", "-q", "--json", "--ignore-eos", "--temperature", 0, "Hello.")
+    row = json.loads(out)
+    assert code == 0 and (row["finish_reason"], row["stop_reason"]) == ("stop", "loop")
+    assert row["usage"]["completion_tokens"] < 900 and "--no-loop-guard lets it go on" in err
+
+
 @pytest.mark.parametrize("form", [[], ["--json"]], ids=["text", "json"])
 def test_lines_that_get_no_reply(talk: Talk, form: list[str]) -> None:
     """Guards the other lines and the exit code: the message says which line is bad; --json has an object for each."""
@@ -103,6 +125,9 @@ def test_auto_trim(talk: Talk) -> None:
     [
         (["-m", "/no/such/model"], "no model folder"),
         (["--temperature", "-1"], "--temperature"),
+        (["--allow-tools"], "goes with --tools"),
+        (["--no-mouse"], "--no-mouse is for a chat on a terminal"),
+        (["--vi"], "--vi is for a chat on a terminal"),
         (["--from", "x.jsonl"], "go together"),
         (["--prompts", "x.jsonl"], "--prompts goes with"),
         (["--from", "/no/such.jsonl", "--index", "0"], "Cannot read /no/such.jsonl"),
@@ -175,7 +200,7 @@ def test_signals(runs: ForkServer, tmp_path: Path, signum: int, code: int) -> No
     text, out, err = (tmp_path / name for name in ("in", "out", "err"))
     text.write_text("Tell me a story.\n")
     files = {"stdin": str(text), "stdout": str(out), "stderr": str(err)}
-    run = runs.start("chat", "-q", "--ignore-eos", "--max-tokens", 1000, **files)
+    run = runs.start("chat", "-q", "--ignore-eos", "--no-loop-guard", "--max-tokens", 1000, **files)
     wait_until(lambda: out.exists() and out.read_bytes(), 60)
     run.send(signum)
     assert run.code() == code and "Interrupted" in err.read_text()
