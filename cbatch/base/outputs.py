@@ -54,7 +54,7 @@ class TokenEvent(NamedTuple):
                      fills it in only for requests with stop strings, so that its thread does not detokenize; the
                      request's `OutputProcessor` makes the text of the others.
     finish_reason:   `stop`, `length` or `error`; None while the output goes on
-    stop_reason:     the stop string that ended the output
+    stop_reason:     the stop string that ended the output, or `loop`
     error:           why the request failed
     cached_tokens:   tokens of the prompt that were in the prefix cache
     sample_index:    number of the output among several for one prompt

@@ -46,6 +46,12 @@ MAX_BIASED = MAX_STRINGS = 1024
 
 MAX_TOKEN_ID = 2**31
 
+LOOP_REPEATS, LOOP_TOKENS = 10, 64
+"""An output that ends in so many repetitions, of so many tokens together, is a loop: rows of zeros are shorter."""
+
+LOOP = "loop"
+"""The `stop_reason` of an output that `loop_guard` has ended."""
+
 CONSTRAINTS = ("response_format", "regex", "choice", "grammar")
 """Parameters that constrain the output; a request has at most one of them."""
 
@@ -376,6 +382,13 @@ class SamplingParams:
     )
     stop_token_ids: Converted[int | Sequence[int], tuple[int, ...]] = _param(NO_ITEMS, _IDS, "Further end tokens.")
     ignore_eos: bool = _param(False, _FLAG, "Continue after end tokens.", "Up to `max_tokens`.", **_COMMON)
+    loop_guard: bool = _param(
+        False,
+        _FLAG,
+        "Stop an output that ends in ten or more repetitions of the same tokens.",
+        f"They are at least {LOOP_TOKENS} tokens together; the `stop_reason` is `loop`. On in a chat.",
+        **_COMMON,
+    )
     presence_penalty: float = _param(
         0.0,
         _number(-2, 2),

@@ -75,6 +75,9 @@ NOT_APPLIED = {
 }  # fmt: skip
 """Keys of generation_config.json that would change the output but are not supported, and their neutral values."""
 
+GGUF_NOT_APPLIED = "mirostat", "xtc_probability"
+"""The same of a GGUF file's `general.sampling` keys, whose neutral values are 0."""
+
 _log = logging.getLogger("cbatch")
 
 
@@ -85,9 +88,10 @@ class LoadedModel:
     make_network: makes the transformers model, on its device and in its dtype, in evaluation mode
     tokenizer:  None if the folder has none; such a model takes and gives token ids only
     defaults:   sampling parameters of generation_config.json; greedy by default
+    sampling:   parameters of a GGUF file, by which only chats sample: it does not say whether to
     eos_ids:    tokens that end an output
     max_tokens: the limit of an output in generation_config.json, if there is one
-    not_applied: keys of generation_config.json that are not supported and would change the output
+    not_applied: keys of its files that are not supported and would change the output
     fingerprint: hash of the model's files (see `fingerprint`); empty for a model made in memory
     fast_model: the model on the fast path, if it has one; then the transformers model is made on demand
     placement:  what lies where, if the model is spread over devices
@@ -100,6 +104,7 @@ class LoadedModel:
     tokenizer: ChatTokenizer | None = field(repr=False)
     defaults: SamplingParams
     eos_ids: frozenset[int]
+    sampling: dict[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
     not_applied: tuple[str, ...] = ()
     fingerprint: str = ""
@@ -220,6 +225,8 @@ def _load_gguf(plan: LoadPlan) -> LoadedModel:
         tokenizer=tokenizer,
         defaults=SamplingParams(),
         eos_ids=end_ids(model.vocab_size, checkpoint.config, tokenizer=tokenizer),
+        sampling=_gguf_sampling(checkpoint.sampling, source),
+        not_applied=tuple(key for key in GGUF_NOT_APPLIED if checkpoint.sampling.get(key)),
         fingerprint=checkpoint.fingerprint,
         fast_model=model,
         path="fast",
@@ -280,6 +287,18 @@ def _sampling_defaults(settings: dict[str, Any]) -> SamplingParams:
     if settings.get("do_sample"):
         chosen["temperature"] = settings.get("temperature", 1.0)
     return SamplingParams().merged(chosen)
+
+
+def _gguf_sampling(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The parameters that a GGUF file's settings mean. Raises ModelError for values that cannot be."""
+    names = {key: key for key in ("top_k", "top_p", "min_p")}
+    names |= {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+    chosen = {ours: settings[theirs] for theirs, ours in names.items() if theirs in settings}
+    try:
+        SamplingParams().merged(chosen)
+    except RequestError as error:
+        raise ModelError(f"The sampling settings of {source} are wrong: {error}") from error
+    return chosen
 
 
 def end_ids(

@@ -101,7 +101,7 @@ class Choice:
     reasoning:     what the model wrote between its think tags; None if there was nothing
     tool_calls:    functions that the model asks for
     finish_reason: `stop`, `length`, `tool_calls`, or `error` (see `Completion.error`)
-    stop_reason:   the stop string that ended the output
+    stop_reason:   the stop string that ended the output, or `loop`
     closed:        whether its form is complete, although the tokens that it may have have run out
     note:          what is unusual about it, as a sentence: reasoning that the model did not close
     token_ids:     the generated tokens, with the end token

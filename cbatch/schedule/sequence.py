@@ -10,12 +10,15 @@ from typing import Protocol
 
 from cbatch.base.errors import RequestError, as_error
 from cbatch.base.outputs import FinishReason, Sample, TokenEvent, TokenLogprobs
-from cbatch.base.params import SamplingParams
+from cbatch.base.params import LOOP, LOOP_REPEATS, LOOP_TOKENS, SamplingParams
 from cbatch.base.request import Request
 from cbatch.schedule.state_slots import Snapshot
 
 ADAPTER_BITS = 20
 """Of the number of an adapter."""
+
+LOOP_INTERVAL = 16
+"""Tokens from one search for a loop to the next: it takes as long as the output is long."""
 
 
 class StopStringDetokenizer(Protocol):
@@ -294,7 +297,18 @@ class TokenSequence:
             return self._last(sample, text, "length" if self.guide.is_cut else "stop")
         if self.num_generated >= self.request.max_new_tokens:
             return self._last(sample, text, "length")
+        if may_stop and self.params.loop_guard and self.num_generated % LOOP_INTERVAL == 0 and self._is_looping():
+            return self._last(sample, text, "stop", LOOP)
         return self._event(sample, text)
+
+    def _is_looping(self) -> bool:
+        """Whether the output ends in repetitions of the same tokens, so many that it would hardly end by itself."""
+        ids, longest = self.token_ids, self.num_generated // LOOP_REPEATS
+        for period in range(1, longest + 1 if self.num_generated >= LOOP_TOKENS else 0):
+            size = max(period * LOOP_REPEATS, LOOP_TOKENS)
+            if ids[-1] == ids[-1 - period] and ids[-size:-period] == ids[period - size :]:
+                return True
+        return False
 
     def _guided(self, guide: OutputGuide, token_id: int) -> int | None:
         taken = guide.accept(token_id, self.request.max_new_tokens - self.num_generated - 1)
@@ -306,8 +320,11 @@ class TokenSequence:
         """The event of a request that ends with an error."""
         return TokenEvent(self.first_id, None, finish_reason="error", error=error, sample_index=self.sample_index)
 
-    def _last(self, sample: Sample | None, text: str, reason: FinishReason) -> TokenEvent:
-        return self._event(sample, text + self.detokenizer.flush() if self.detokenizer is not None else text, reason)
+    def _last(
+        self, sample: Sample | None, text: str, reason: FinishReason, stop_reason: str | None = None
+    ) -> TokenEvent:
+        text += self.detokenizer.flush() if self.detokenizer is not None else ""
+        return self._event(sample, text, reason, stop_reason)
 
     def _event(
         self, sample: Sample | None, text: str, reason: FinishReason | None = None, stop_reason: str | None = None

@@ -148,5 +148,5 @@ def test_what_a_model_asks_for_in_vain_is_said(capsys: pytest.CaptureFixture[str
         engine.core.loaded = replace(engine.core.loaded, not_applied=("num_beams", "eta_cutoff"))
         show_loaded(engine.core.describe(), is_demo=False, verbose=True)
     said = capsys.readouterr().err
-    assert "generation_config.json asks for num_beams, eta_cutoff, which this version does not apply" in said
+    assert "the model's files ask for num_beams, eta_cutoff, which this version does not apply" in said
     assert "parameters: 4.7 million" in said and "context: 1,024 tokens" in said

@@ -20,7 +20,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from cbatch.base.errors import RequestError, invalid_row
-from cbatch.base.params import SamplingParams
+from cbatch.base.params import DEFAULT_PARAMS, SamplingParams
 from cbatch.cli.chat.session.session import Attachment, Message, as_plain_text
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ PRIORITY = -(2**64)
 
 MOST_COUNTED = 200_000
 """Characters of a text whose tokens are counted: of megabytes, counting takes seconds and gigabytes."""
+
+CHAT_DEFAULTS: dict[str, Any] = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05}
+"""How replies are sampled if the model's files say nothing: small models repeat themselves without end if greedy."""
 
 Post = Callable[[Callable[[], None]], None]
 """Runs a callback on the front end's thread."""
@@ -143,10 +146,18 @@ class EngineClient:
 
     def params(self, params: dict[str, Any]) -> SamplingParams:
         """Effective sampling parameters; the model's own defaults are known only once it is loaded."""
-        if self.engine is None:
-            return SamplingParams(max_tokens=None).merged(params)
-        loaded = self.engine.loaded
-        return replace(loaded.defaults, max_tokens=loaded.max_tokens).merged(params)
+        loaded = self.engine.loaded if self.engine is not None else None
+        defaults, max_tokens = (loaded.defaults, loaded.max_tokens) if loaded else (DEFAULT_PARAMS, None)
+        return replace(defaults, max_tokens=max_tokens).merged({**self.chat_params, **params})
+
+    @property
+    def chat_params(self) -> dict[str, Any]:
+        """The sampling parameters that a chat has beside the defaults of `cbatch run`."""
+        loaded = self.engine.loaded if self.engine is not None else None
+        sampling = loaded.sampling if loaded else {}
+        own = (loaded.defaults if loaded else DEFAULT_PARAMS).merged(sampling)
+        unset = {name: one for name, one in CHAT_DEFAULTS.items() if own.greedy and not own.asks_for([name])}
+        return {"loop_guard": True, **sampling, **unset}
 
     def _run(self, on_open: Callable[[BaseException | None], None]) -> None:
         failure: BaseException | None = None

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 from cbatch.base.errors import CbatchError, EngineError, ReaderGone, RequestError, RunFailed
+from cbatch.base.params import LOOP
 from cbatch.batch.lines import Line
 from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.commands.registry import FrontEnd, execute_line
@@ -199,6 +200,8 @@ class Pipe:
             self._write("\n")
         if self._controller.client.failure is not None:
             raise EngineError(reply.error)
+        if reply.code == LOOP:
+            notice("the reply repeats itself, so it was stopped; --no-loop-guard lets it go on")
         if reply.code == "prompt_too_long" and len(session.turns) > 1 and not self._controller.auto_trim:
             return f"{reply.error} --auto-trim drops the oldest turns."
         return reply.error
@@ -224,4 +227,5 @@ def _fields(reply: Reply) -> dict[str, Any]:
     prompt, completion = reply.prompt_tokens, reply.num_tokens
     usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
     reasoning = {"reasoning": reply.reasoning} if reply.reasoning else {}
-    return {"text": reply.text, **reasoning, "finish_reason": reply.state, "usage": usage}
+    reason = {"stop_reason": LOOP} if reply.code == LOOP else {}
+    return {"text": reply.text, **reasoning, "finish_reason": reply.state, **reason, "usage": usage}

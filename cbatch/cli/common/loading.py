@@ -97,7 +97,7 @@ def show_loaded(shown: Mapping[str, str], *, is_demo: bool, verbose: bool) -> No
     if is_demo:
         notice(DEMO_NOTICE)
     if keys := shown.get("not applied"):
-        notice(f"the model's generation_config.json asks for {keys}, which this version does not apply")
+        notice(f"the model's files ask for {keys}, which this version does not apply")
     notice(f"parameters: {shown['parameters']} in {shown['dtype']} on {shown['device']}")
     notice(f"KV cache: {shown['KV cache']}")
     if "states" in shown:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -89,6 +89,13 @@ class GgufModel:
             _log.info("The merges of a tokenizer are not kept: %s.", error)
             return make()
         return Pairs(*(arrays[name][: arrays["count"][0]] for name in Pairs._fields))
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """What the file's `general.sampling` keys ask for, by their names there."""
+        begin = "general.sampling."
+        given = {key.removeprefix(begin): value for key, value in self._metadata.items() if key.startswith(begin)}
+        return {key: float(f"{one:.6g}") if isinstance(one, float) else one for key, one in given.items()}  # float32
 
     @property
     def is_quantized(self) -> bool:

@@ -46,7 +46,7 @@ def harness() -> Iterator[ChatHarness]:
     made.engine.close()
 
 
-LONG = {"ignore_eos": True, "max_tokens": 300}
+LONG = {"ignore_eos": True, "max_tokens": 300, "loop_guard": False}
 
 
 def test_a_fork_costs_no_prefill(harness: ChatHarness) -> None:
@@ -110,10 +110,10 @@ def test_cancelled_replies_leave_nothing_behind(harness: ChatHarness) -> None:
 
 def test_retry_keeps_the_previous_reply(harness: ChatHarness) -> None:
     """Guards alternatives: several at once, sampled also in a greedy session; a retry that is stopped costs nothing."""
-    controller = harness.make()
+    controller = harness.make(params={"temperature": 0.0})
     session = controller.current
     first = harness.ask(controller, "Tell me a story about a cat named Tom.")
-    assert harness.client.params({}).greedy and controller.retry(session, [Variant()] * 3) == 1
+    assert harness.client.params(session.params).greedy and controller.retry(session, [Variant()] * 3) == 1
     harness.settle(controller)
     assert session.last is not None
     texts = [reply.text for reply in session.last.replies]
@@ -230,7 +230,7 @@ def test_auto_trim_goes_on_for_ever(harness: ChatHarness) -> None:
 
 def test_a_context_that_fills_up_during_a_reply(harness: ChatHarness) -> None:
     """Guards a reply without `max_tokens`: it ends with the context, and says so."""
-    controller = harness.make(params={"ignore_eos": True})
+    controller = harness.make(params={"ignore_eos": True, "loop_guard": False})
     harness.ask(controller, "Tell me a story. " + "word " * 300)
     reply = reply_of(controller.current)
     assert reply.state == "length" and "the context is full" in reply.remark
@@ -244,7 +244,8 @@ def test_an_exported_session_is_a_row_with_the_same_reply(harness: ChatHarness, 
     told = harness.ask(controller, "Tell me a story about a cat named Tom.")
     reply = reply_of(controller.current)
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    row = to_row(controller.current, harness.client.params(reply.params), 1024, as_messages=True)
+    given = {**harness.client.chat_params, **reply.params}
+    row = to_row(controller.current, harness.client.params(reply.params), given, 1024, as_messages=True)
     source.write_text('{"prompt": "another"}')
     append_row(source, row)
     assert run_command(["run", str(source), "-o", str(out), "--dtype", "float32", "-q"]) == 0
@@ -252,7 +253,13 @@ def test_an_exported_session_is_a_row_with_the_same_reply(harness: ChatHarness, 
     session = from_result(out, 1, source)[0]
     assert [turn.text for turn in session.turns] == ["My name is Ada.", "Tell me a story about a cat named Tom."]
     assert reply_of(session).text == told and reply_of(session).seed == reply.seed
-    assert session.system == "Answer in upper case." and session.params == {"temperature": 0.9, "top_p": 0.95}
+    assert session.system == "Answer in upper case."
+    assert session.params == {
+        "temperature": 0.9,
+        "top_p": 0.95,
+        "min_p": 0.05,
+        "loop_guard": True,
+    }
     alone = from_result(out, 1, None)[0]
     assert alone.prelude == [{"role": "assistant", "content": told}]
     for index, name, message in [(7, out, "no row with index 7"), (0, tmp_path / "none", "Cannot read")]:

@@ -120,7 +120,7 @@ def test_other_names_of_parameters_are_understood() -> None:
     said: list[str] = []
     context: Any = SimpleNamespace(session=session, controller=controller, show=lambda *lines: said.extend(lines))
     do_set(context, "top_p")
-    assert said == ["top_p               1.0  (default)", f"  {PARAMS['top_p'].help}"]
+    assert said == ["top_p               0.95  (default of a chat)", f"  {PARAMS['top_p'].help}"]
     do_set(context, "num_predict 5")
     do_set(context, 'guided_json {"type": "object"}')
     assert session.params["max_tokens"] == 5 and "json_schema" in session.params["response_format"]
@@ -143,7 +143,7 @@ def test_variables_reach_the_chat_template() -> None:
         controller = harness.make(params={"max_tokens": 2})
         harness.ask(controller, "Hi")
         lengths.append(reply_of(controller.current).prompt_tokens)
-        row = to_row(controller.current, harness.client.params({}), 64, as_messages=True, template_kwargs=kwargs)
+        row = to_row(controller.current, harness.client.params({}), {}, 64, as_messages=True, template_kwargs=kwargs)
         assert row.get("chat_template_kwargs", {}) == kwargs
     block = harness.engine.encode("<think>\n\n</think>\n\n", raw=True)
     assert lengths[1] == lengths[0] + len(block)

@@ -20,7 +20,7 @@ from tests.support.tiny_models import make_network
 
 pytestmark = pytest.mark.slow
 
-LONG = ("--ignore-eos", "--max-tokens", 900, "--attention", "reference")
+LONG = ("--ignore-eos", "--no-loop-guard", "--max-tokens", 900, "--attention", "reference")
 """Replies that last as long as a test needs, on the slow path."""
 
 UP, PAGE_UP, HOME, END = "\x1b[A", "\x1b[5~", "\x1b[H", "\x1b[F"
@@ -406,7 +406,17 @@ def test_a_new_limit_holds_for_a_continued_reply(chat: Chat) -> None:
     chat.say("/continue", "cut off after max_tokens = 7", gone="temperature 0.5")
     chat.say("/new other")
     chat.say("/set temperature", "temperature 0.5")
-    chat.say("/set all temperature default", "(default)")
+    chat.say("/set all temperature default", "temperature 0.7 (default of a chat)")
+
+
+def test_a_loop_stops_and_goes_on(chat: Chat) -> None:
+    """Guards a reply that repeats itself: it stops with a note, `/continue` goes on, and `/set` says what is set."""
+    chat.say("/set ignore_eos true", "true")
+    chat.say("/set temperature 0", "temperature 0.0")
+    chat.say("Hello.", "(stopped because it repeats itself; /continue goes on", gone="1 running")
+    chat.say("/set loop_guard", "loop_guard true (default of a chat)")
+    chat.say("/set max_tokens 3")
+    chat.say("/continue", "cut off after max_tokens = 3", gone="repeats itself")
 
 
 def test_saved_sessions(runs: ForkServer, tmp_path: Path) -> None:
@@ -519,7 +529,7 @@ def test_a_terminal_without_a_cursor(runs: ForkServer, tmp_path: Path) -> None:
 def test_two_models(runs: ForkServer, tmp_path: Path) -> None:
     """Guards `/model`: another one replies in one session, both stand side by side; a wrong name harms nothing."""
     other = save_model(tmp_path / "other")
-    with Chat(runs, tmp_path, "--max-tokens", 12) as chat:
+    with Chat(runs, tmp_path, "--max-tokens", 12, "--temperature", 0) as chat:
         chat.say("My name is Ada.", "Ada!")
         chat.say(f"/model {tmp_path}/none", "There is no model folder")
         chat.say(f"/retry 2 model=,{other}", "[1] model=", "[2] model=/", "/pick 1 to 2")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -20,6 +21,7 @@ from cbatch.base.errors import ConfigError, ModelError
 from cbatch.base.hub import gguf_paths
 from cbatch.base.params import SamplingParams
 from cbatch.base.quantization import Quantization
+from cbatch.cli.chat.engine_client import EngineClient
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.kernels.formats import BFLOAT16, FLOAT32, INT4, INT4_ZEROS, INT8, IQ4_NL, MXFP4, ON_CPU
 from cbatch.model.cpu import CpuModel
@@ -404,6 +406,23 @@ def test_keys_know_the_weights_and_the_rounding(tmp_path: Path) -> None:
     assert first == key("b") != key("c")
     others = [key("a", activations="bf16"), key("a", dtype="float32"), key("a", quantize="int8")]
     assert len({first, *others}) == 4
+
+
+def test_how_a_chat_samples(tmp_path: Path) -> None:
+    """Guards `general.sampling` keys: chats sample by them, rows do not, and what is not known is told."""
+    path, begin = tmp_path / "model.gguf", "general.sampling."
+    given = {"temp": 0.6, "top_k": 20, "penalty_repeat": 1.1, "mirostat": 2}
+    write_model(path, gguf_model("llama"), Kind.Q8_0, {begin + name: value for name, value in given.items()})
+    loaded = load_model(LoadPlan(str(path)))
+    assert loaded.sampling == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    assert loaded.defaults == SamplingParams() and loaded.not_applied == ("mirostat",)
+    client = EngineClient(lambda: None)  # type: ignore[arg-type,return-value]
+    client.engine = SimpleNamespace(loaded=loaded)  # type: ignore[assignment]
+    assert client.params({}) == SamplingParams(max_tokens=None, loop_guard=True, **loaded.sampling)
+    path = tmp_path / "wrong.gguf"
+    write_model(path, gguf_model("llama"), Kind.Q8_0, {f"{begin}temp": "hot"})
+    with pytest.raises(ModelError, match=r"sampling settings of .* are wrong: temperature must be a number"):
+        load_model(LoadPlan(str(path)))
 
 
 def test_refusals(tmp_path: Path) -> None:

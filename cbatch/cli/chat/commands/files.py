@@ -179,6 +179,7 @@ def do_export(chat: FrontEnd, name: str) -> None:
             row = to_row(
                 session,
                 client.params(reply.params if reply else {}),
+                {**client.chat_params, **(reply.params if reply else {})},
                 engine.limits.max_model_len,
                 as_messages=takes_messages(engine),
                 template_kwargs={**client.template_kwargs, **session.template_kwargs},

@@ -88,7 +88,8 @@ def _changed(params: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 def _show(chat: FrontEnd, names: Sequence[str], *more: str) -> None:
     session = chat.session
-    params = chat.controller.client_of(session).params(session.params)
+    client = chat.controller.client_of(session)
+    params, in_chat = client.params(session.params), client.chat_params
     lines = []
     for name in names:
         value = session.seed if name == "seed" else getattr(params, name)
@@ -96,7 +97,8 @@ def _show(chat: FrontEnd, names: Sequence[str], *more: str) -> None:
         shown = json.dumps(value, ensure_ascii=False)
         if value is None:
             shown = UNSET.get(name, "none")
-        lines.append(f"{name:<19} {shown}" + ("  (default)" if is_default else ""))
+        origin = "  (default of a chat)" if name in in_chat else "  (default)"
+        lines.append(f"{name:<19} {shown}" + (origin if is_default else ""))
     chat.show(*lines, *more)
 
 

@@ -36,6 +36,7 @@ def to_markdown(session: Session, model: str) -> str:
 def to_row(
     session: Session,
     params: SamplingParams,
+    given: Mapping[str, Any],
     context: int,
     *,
     as_messages: bool,
@@ -44,6 +45,7 @@ def to_row(
     """A row for `cbatch run` that gives the last reply of a session again.
 
     params:      the effective sampling parameters of that reply
+    given:       those of them that are not the model's defaults
     context:     length of the model's context in tokens; the limit of a reply without `max_tokens`
     as_messages: whether the model takes messages; otherwise the row is plain text to continue
     """
@@ -54,7 +56,7 @@ def to_row(
     if as_messages and template_kwargs:
         asked["chat_template_kwargs"] = dict(template_kwargs)
     max_tokens = params.max_tokens or context
-    return {"id": session.name, **asked, **reply.params, "max_tokens": max_tokens, "seed": reply.seed}
+    return {"id": session.name, **asked, **given, "max_tokens": max_tokens, "seed": reply.seed}
 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:

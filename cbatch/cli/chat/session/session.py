@@ -10,6 +10,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from cbatch.base.params import LOOP
 from cbatch.base.units import format_count
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ ReplyState = Literal["waiting", "streaming", "calling", "stop", "length", "stopp
 FINAL_STATES: tuple[ReplyState, ...] = ("stop", "length", "stopped", "error")
 STOPPED_REMARK = "stopped; /continue resumes it"
 UNANSWERED_REMARK = "no reply; /retry asks for one"
+LOOP_REMARK = "stopped because it repeats itself; /continue goes on, /set loop_guard false lets replies do so"
 CONTEXT_FULL = "context_full"
 """The code of a reply that reached the end of the context."""
 
@@ -178,7 +180,8 @@ class Reply:
 
     @property
     def can_continue(self) -> bool:
-        return self.state in ("stopped", "length") or (self.state == "error" and bool(self.generated))
+        is_cut = self.state in ("stopped", "length") or self.code == LOOP
+        return is_cut or (self.state == "error" and bool(self.generated))
 
     def begin(self, now: float) -> None:
         """Prepares it for a request; text that is there already will be continued."""
@@ -194,10 +197,13 @@ class Reply:
             self.raw = self.generated + event.raw
         self.text += event.text
         self.reasoning += event.reasoning
-        if event.completion is not None and event.completion.note:
-            self.remark = event.completion.note
-            if event.completion.text:  # what came as reasoning was the answer
+        done = event.completion
+        if done is not None and done.note:
+            self.remark = done.note
+            if done.text:  # what came as reasoning was the answer
                 self.text, self.reasoning = self.reasoning, ""
+        if done is not None and done.stop_reason == LOOP and LOOP not in self.params.get("stop", ()):
+            self.code, self.remark = LOOP, LOOP_REMARK
         if event.token_id is not None:
             self.state = "streaming"
             self.num_tokens += 1
