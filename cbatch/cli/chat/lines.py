@@ -101,6 +101,8 @@ class LineTerminal(FrontEnd):
         with suppress(queue.Empty):
             while True:
                 self._waiter.callbacks.get_nowait()()
+        while self.shell is not None:
+            self._waiter.callbacks.get()()
         session = self.session
         if session.is_busy:
             self._waiter.wait(session, self._ask_about)
@@ -131,6 +133,8 @@ class LineTerminal(FrontEnd):
     def _on_ctrl_c(self) -> None:
         """Stops the reply, or says how to leave. Runs in the middle of whatever this thread does."""
         session = self.session
+        if self.stop_shell():
+            return
         if session.is_busy:
             self._waiter.callbacks.put(lambda: self.controller.stop(session))
         else:

@@ -43,7 +43,7 @@ from prompt_toolkit.widgets import SearchToolbar, TextArea
 from cbatch.base.errors import CbatchError, Interrupted
 from cbatch.base.units import format_count, word_for
 from cbatch.cli.chat.background_run import BackgroundRun
-from cbatch.cli.chat.commands.registry import CommandCompleter, FrontEnd, execute_line
+from cbatch.cli.chat.commands.registry import CommandCompleter, FrontEnd, execute_line, is_message
 from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.chat.editor import Editor
 from cbatch.cli.chat.screen import STYLE, TranscriptView, status_bar
@@ -327,12 +327,14 @@ class Terminal(FrontEnd):
             self._view.end_search()
         elif self._view.compared:
             self._view.compared = []
+        elif self.stop_shell():
+            pass
         elif not self.controller.stop(self.session):
             self.session.clear_passing_notices()
 
     def _on_ctrl_c(self) -> None:
         """Stops the reply; if there is none, clears the input; if that is empty, says how to leave."""
-        if self.controller.stop(self.session):
+        if self.stop_shell() or self.controller.stop(self.session):
             return
         if self._line.text:
             self._clear_input()
@@ -366,7 +368,7 @@ class Terminal(FrontEnd):
             try:
                 execute_line(self, text)
             except UserError:
-                if not text.startswith("/") or text.startswith("//"):
+                if is_message(text):
                     self.set_input(text)
                 raise
 

@@ -409,6 +409,19 @@ def test_a_new_limit_holds_for_a_continued_reply(chat: Chat) -> None:
     chat.say("/set all temperature default", "temperature 0.7 (default of a chat)")
 
 
+def test_paths_and_the_shell(chat: Chat) -> None:
+    """Guards lines that begin with a path, which are messages, and `!`: what a command writes goes with a message."""
+    for text in ("/etc/hosts what is this?", "/usr/bin/env: no such file", "!really"):
+        chat.say(f"!{text}" if text[0] == "!" else text, f"> {text}")
+        chat.until(lambda: not chat.sessions.endswith("…]"))
+    chat.say("!echo /a/b; exit 3", "1 line, it ended with code 3", "+ 1 $ echo /a/b; exit 3, 5 tokens")
+    chat.say("What is it?", "+ $ echo /a/b; exit 3, ", gone="+ 1 $")
+    chat.say("!true", "true: no output")
+    chat.say("!sleep 1000 & sleep 1000", "running sleep")
+    chat.say("!true", "A command is running")
+    chat.send("\x1b", "no output, it was stopped")
+
+
 def test_a_loop_stops_and_goes_on(chat: Chat) -> None:
     """Guards a reply that repeats itself: it stops with a note, `/continue` goes on, and `/set` says what is set."""
     chat.say("/set ignore_eos true", "true")

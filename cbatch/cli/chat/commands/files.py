@@ -138,10 +138,8 @@ def do_read(chat: FrontEnd, names: str) -> None:
         lines = [f"{number:>2}  {one.label}" for number, one in enumerate(session.attached, start=1)]
         chat.show(*(lines or ["nothing is attached; /read FILE attaches a file to your next message"]))
         return
-    files = [Attachment(str(path), read_text(path)) for path in expand_names(names)]
-    for file in files:
-        session.attached = [other for other in session.attached if other.name != file.name] + [file]
-        chat.controller.client_of(session).count_tokens(file)
+    for file in [Attachment(str(path), read_text(path)) for path in expand_names(names)]:
+        chat.attach(session, file)
 
 
 @command("detach", "[N|all]")

@@ -8,19 +8,23 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal
 
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 
-from cbatch.base.errors import RequestError
+from cbatch.base.errors import RequestError, os_errors_as
 from cbatch.base.params import PARAM_NAMES, PARAMS, SamplingParams
 from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.chat.session.files import quoted
-from cbatch.cli.chat.session.session import Session
+from cbatch.cli.chat.session.session import Attachment, Session
 from cbatch.cli.chat.session.store import SessionStore, has_own_name
+from cbatch.cli.chat.shell import ShellCommand
 from cbatch.cli.chat.stats import ChatStats
 from cbatch.cli.common.console import safe
 from cbatch.cli.common.exits import UserError
@@ -54,6 +58,9 @@ def parse_parameter(name: str, text: str) -> dict[str, Any]:
     return given
 
 
+SHOWN_LINES = 8
+"""Lines of a shell command's output that the screen shows."""
+
 ArgumentKind = Literal["", "session", "file", "files", "saved", "parameter", "command", "model"]
 
 
@@ -66,6 +73,7 @@ class FrontEnd:
     listed_models:   the same of `/model`
     to_delete:       what `/delete` asked about; the same command again deletes it
     batch_session:   where the last batch was started, and where it reports
+    shell:           the user's command that runs
     """
 
     def __init__(
@@ -80,6 +88,7 @@ class FrontEnd:
         self.listed_models: list[str] = []
         self.to_delete: Path | None = None
         self.batch_session: Session | None = None
+        self.shell: ShellCommand | None = None
 
     @property
     def session(self) -> Session:
@@ -97,8 +106,46 @@ class FrontEnd:
         """Answers a command in the current session; the next command or message takes the answer away."""
         self.session.add_notice("\n".join(lines), is_passing=True)
 
+    def run_shell(self, line: str) -> None:
+        """Runs a line in the shell, and attaches what it writes to the session's next message."""
+        if self.shell is not None:
+            raise UserError("A command is running; Esc or Ctrl-C stops it.")
+        if not line:
+            raise UserError("Type a command of the shell after the exclamation mark.")
+        session = self.session
+        with os_errors_as(UserError, "Cannot start a shell"):
+            shell = self.shell = ShellCommand(line)
+        session.add_notice(f"running {line}", is_passing=True)
+
+        def attach(text: str, what: str) -> None:
+            self.shell = None
+            if text:
+                self.attach(session, Attachment(f"$ {line}", text))
+                what += "; it goes with your next message, /detach takes it away"
+            session.clear_passing_notices()
+            shown = "\n".join(islice(text.splitlines(), SHOWN_LINES))
+            session.add_notice(f"{line}: {what}\n{shown}".rstrip(), is_passing=True)
+
+        def run() -> None:
+            output = shell.output()
+            self.controller.client.post(partial(attach, *output))
+
+        Thread(target=run, name="cbatch-shell", daemon=True).start()
+
+    def stop_shell(self) -> bool:
+        """Stops the shell. Returns whether it was running."""
+        if self.shell is not None:
+            self.shell.stop()
+        return self.shell is not None
+
+    def attach(self, session: Session, file: Attachment) -> None:
+        """Attaches a text to a session's next message, in the place of one of the same name."""
+        session.attached = [other for other in session.attached if other.name != file.name] + [file]
+        self.controller.client_of(session).count_tokens(file)
+
     def close(self) -> None:
         """Stops all replies and the batch, and saves what is left."""
+        self.stop_shell()
         self.controller.end_all()
         self.store.close()
         self.background.close()
@@ -169,13 +216,25 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     return f"did you mean {prefix}{close[0]}?" if close else ""
 
 
+_COMMAND = re.compile(r"/[^\s/]*(?:\s.*)?", re.DOTALL)
+"""A second slash makes it a path, with which a message begins."""
+
+
+def is_message(line: str) -> bool:
+    """Whether a line is neither a command nor one for the shell; two slashes or exclamation marks stand for one."""
+    return line.startswith("!!") or not (line.startswith("!") or _COMMAND.fullmatch(line))
+
+
 def execute_line(chat: FrontEnd, line: str) -> None:
     """Runs a command, or sends a message to the current session. Raises UserError if it cannot be done."""
-    if not line.startswith("/") or line.startswith("//"):
+    if is_message(line):
         chat.to_delete = None
-        chat.controller.send(chat.session, line.removeprefix("/"))
+        chat.controller.send(chat.session, line[1:] if line.startswith(("//", "!!")) else line)
         return
     line = line if line.startswith("/all ") else chat.session.unfold(line)
+    if line.startswith("!"):
+        chat.run_shell(line[1:].strip())
+        return
     name, argument = [*line[1:].split(maxsplit=1), "", ""][:2]
     found = COMMANDS.get(ALIASES.get(name, name))
     if found is None:

@@ -43,7 +43,12 @@ class Attachment:
     def label(self) -> str:
         """Its name and size, as the screen shows it."""
         size = f"{len(self.text):,} characters" if self.num_tokens is None else f"{self.num_tokens:,} tokens"
-        return f"{self.name.rpartition('/')[2]}, {size}"
+        return f"{self.name if self.is_output else self.name.rpartition('/')[2]}, {size}"
+
+    @property
+    def is_output(self) -> bool:
+        """Whether it is what a command has written; its name is that line after a dollar sign."""
+        return self.name.startswith("$ ")
 
 
 def is_long_paste(text: str) -> bool:
@@ -59,10 +64,11 @@ def compose(text: str, attachments: Sequence[Attachment]) -> str:
             continue
         longest = max((len(fence) for fence in _FENCE.findall(one.text)), default=2)
         fence = "`" * max(longest + 1, 3)  # which the text does not contain
-        language = one.name.rpartition(".")[2] if "." in one.name else ""
+        language = one.name.rpartition(".")[2] if "." in one.name and not one.is_output else ""
         end = "" if one.text.endswith("\n") or not one.text else "\n"
         opening = fence + (language if language.isalnum() else "")
-        blocks.append(f"File {one.name}:\n{opening}\n{one.text}{end}{fence}")
+        head = f"Output of {one.name[2:]}" if one.is_output else f"File {one.name}"
+        blocks.append(f"{head}:\n{opening}\n{one.text}{end}{fence}")
     return "\n\n".join([*blocks, text] if text else blocks)
 
 
