@@ -63,6 +63,7 @@ class ChatOptions:
 
     question: str | None
     typed: Mapping[str, Any]
+    fit: bool = _session(False, "Cut a document that is longer than the context in the middle.")
     lines: bool = _session(False, "Take each line of stdin as a message of one conversation.")
     json: bool = _session(False, "Write each reply as a JSON object, without a terminal.")
     continued: bool = _session(False, "Go on with the last saved session.", names=("-c", "--continue"))
@@ -106,7 +107,7 @@ class ChatOptions:
 
 
 @click.command("chat", cls=ConfiguredCommand)
-@click.argument("question", required=False)
+@click.argument("question", nargs=-1)
 @record_options(ChatOptions)
 @sampling_options(in_chat=True)
 @engine_options(target_step_ms={"default": "auto", "show_default": True})
@@ -116,18 +117,25 @@ class ChatOptions:
 def chat(**values: Any) -> Literal[0, 1]:
     """Chat with a model, in many sessions at once; /help lists the commands.
 
-    With a QUESTION, write its answer to stdout and end. If stdin is not a terminal, all of it is one document that
-    follows the QUESTION, or is the question itself.
+    With a QUESTION, of any number of words, write its answer to stdout and end. If stdin is not a terminal, all of it
+    is one document that follows the QUESTION, or is the question itself.
     """
     source = click.get_current_context().get_parameter_source
     typed = {name: value for name, value in values.items() if source(name) is ParameterSource.COMMANDLINE}
-    options = make_options(ChatOptions, {**values, "typed": typed})
+    question = " ".join(values["question"]) or None
+    options = make_options(ChatOptions, {**values, "question": question, "typed": typed})
     options.check_usage()
+    try:
+        (question or "").encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"The QUESTION is not valid UTF-8 (character {error.start + 1}).") from error
     if sys.stdin is None or sys.stdout is None:
         raise UserError("A chat needs stdin and stdout, and one of them is closed.")
     others = {"the file of --from": options.source, "the file of --prompts": options.prompts}
     with tracing(options.trace, others, quiet=options.quiet) as trace:
         in_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        if "fit" in typed and (sys.stdin.isatty() or options.lines):
+            raise UserError("--fit is for a document on stdin; a terminal and --lines give messages.")
         if in_terminal and options.question is None and not (options.lines or options.json):
             return _run_in_terminal(options, trace)
         if strange := [name for name in SCREEN_OPTIONS if name in typed]:
@@ -147,7 +155,9 @@ def _run_in_terminal(options: ChatOptions, trace: StepTracer | None) -> Literal[
 
     engines = BatchEngines(options.engine, options.replicas)
     store = SessionStore(user_folder("STATE"))
-    controller = _make_controller(options, engines.config, None if options.no_history else store, trace)
+    controller = _make_controller(
+        options, engines.config, None if options.no_history else store, trace, in_terminal=True
+    )
     _open_session(options, controller, store)
     background = BackgroundRun(engines)
     terminal: LineTerminal | Terminal
@@ -197,7 +207,7 @@ def _run_in_pipe(options: ChatOptions, trace: StepTracer | None) -> Literal[0, 1
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     try:
-        pipe = Pipe(controller, sys.stdout, as_json=options.json)
+        pipe = Pipe(controller, sys.stdout, as_json=options.json, fits=options.fit and not takes_lines)
         return 0 if pipe.run(messages, question=question, is_document=not takes_lines) else 1
     finally:
         controller.end_all()
@@ -206,17 +216,22 @@ def _run_in_pipe(options: ChatOptions, trace: StepTracer | None) -> Literal[0, 1
 
 
 def _make_controller(
-    options: ChatOptions, config: EngineConfig, store: SessionStore | None, trace: StepTracer | None
+    options: ChatOptions,
+    config: EngineConfig,
+    store: SessionStore | None,
+    trace: StepTracer | None,
+    *,
+    in_terminal: bool = False,
 ) -> ChatController:
     from cbatch.cli.chat.controller import ChatController
     from cbatch.cli.chat.engine_client import EngineClient
     from cbatch.cli.chat.toolbox import ToolBox
     from cbatch.tools.tool import load_tools
 
+    shows_model = options.verbose or in_terminal
     sampling = options.sampling
 
     def load(config: EngineConfig, trace: StepTracer | None = None) -> Engine:
-        shows_model = options.verbose or options.question is None
         engine = open_engine(
             config, quiet=options.quiet, verbose=options.verbose, trace=trace, shows_model=shows_model, in_chat=True
         )

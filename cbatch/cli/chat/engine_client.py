@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.base.errors import RequestError, invalid_row
 from cbatch.base.params import DEFAULT_PARAMS, SamplingParams
+from cbatch.base.units import format_count
 from cbatch.cli.chat.session.session import Attachment, Message, as_plain_text
 
 if TYPE_CHECKING:
@@ -31,6 +32,12 @@ if TYPE_CHECKING:
 
 PRIORITY = -(2**64)
 """Replies run before every row of a batch in the background."""
+
+SPARE_TOKENS = 32
+"""Left free beside a text that is cut to fit: for its name, and for what says that it was cut."""
+
+MOST_CHARACTERS = 16
+"""Of a token, as far as texts that are cut are concerned: no more are encoded, which bounds time and memory."""
 
 MOST_COUNTED = 200_000
 """Characters of a text whose tokens are counted: of megabytes, counting takes seconds and gigabytes."""
@@ -225,15 +232,14 @@ class EngineClient:
             return processor.encode(Request(**asked, params=params, seed=request.seed, priority=PRIORITY))
 
         def fits(num_dropped: int) -> bool:
-            """Whether there is room for a reply of `max_tokens`, or of a quarter of the context if that is less."""
-            quarter = engine.limits.max_model_len // 4
+            """Whether there is room for a reply."""
             try:
                 room = engine.limits.sequence.max_new_tokens(len(encoded(num_dropped).prompt_ids))
             except RequestError as error:
                 if error.code != "prompt_too_long":
                     raise
                 return False
-            return room >= min(params.max_tokens or quarter, quarter)
+            return room >= reply_room(engine, params)
 
         num_dropped, num_droppable = 0, len(request.message_groups) - 1
         if request.may_trim and num_droppable and not fits(0):
@@ -252,6 +258,37 @@ class EngineClient:
     def _tell(self, request: ReplyRequest, callback: Callable[[], None]) -> None:
         """Checks on the front end's thread, which is the one that cancels, whether anybody waits."""
         self.post(lambda: None if request.is_cancelled else callback())
+
+
+def reply_room(engine: Engine, params: SamplingParams) -> int:
+    """Tokens that a prompt leaves for its reply: `max_tokens`, or a quarter of the context if that is less."""
+    quarter = engine.limits.max_model_len // 4
+    return min(params.max_tokens or quarter, quarter)
+
+
+def room_beside(engine: Engine, messages: Sequence[Message], params: SamplingParams) -> int:
+    """Tokens of a text that fit into a conversation beside its other messages and a reply."""
+    is_chat = takes_messages(engine)
+    used = len(engine.encode({"messages": messages} if is_chat else as_plain_text(messages), raw=not is_chat))
+    return max(engine.limits.sequence.longest - used - reply_room(engine, params) - SPARE_TOKENS, 0)
+
+
+def fitted(engine: Engine, text: str, room: int) -> tuple[str, int]:
+    """A text of at most `room` tokens, from whose middle whole lines are left out, and the characters left out."""
+
+    def taken(part: Callable[[int], str]) -> str:
+        size = MOST_CHARACTERS * room
+        while size and (count := len(engine.encode(part(size), raw=True))) > room // 2:
+            size = min(size, len(part(size))) * room // 2 * 49 // 50 // count
+        return part(size)
+
+    if len(text) <= MOST_CHARACTERS * room and len(engine.encode(text, raw=True)) <= room:
+        return text, 0
+    beginning, end = taken(lambda size: text[:size]), taken(lambda size: text[len(text) - size :] if size else "")
+    beginning = beginning[: beginning.rfind("\n") + 1] or beginning
+    end = end[end.find("\n") + 1 :] or end
+    left_out = len(text) - len(beginning) - len(end)
+    return f"{beginning}\n[{format_count(left_out, 'character')} left out]\n\n{end}", left_out
 
 
 def takes_messages(engine: Engine) -> bool:

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, TextIO
 
-from cbatch.base.errors import CbatchError, EngineError, ReaderGone, RequestError, RunFailed
+from cbatch.base.errors import CbatchError, EngineError, Interrupted, ReaderGone, RequestError, RunFailed
 from cbatch.base.params import LOOP
+from cbatch.base.units import format_count
 from cbatch.batch.lines import Line
 from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.commands.registry import FrontEnd, execute_line
 from cbatch.cli.chat.controller import ChatController
+from cbatch.cli.chat.engine_client import fitted, room_beside
 from cbatch.cli.chat.session.session import Notice, Reply, Session, ToolUse
 from cbatch.cli.chat.session.store import SessionStore
 from cbatch.cli.common.console import emit, notice, safe
@@ -153,8 +155,11 @@ class LineTerminal(FrontEnd):
 class Pipe:
     """Sends messages one after the other, and writes the replies as they stream, or as JSON when they are complete."""
 
-    def __init__(self, controller: ChatController, output: TextIO, *, as_json: bool = False) -> None:
-        self._controller, self._waiter = controller, Waiter(controller)
+    def __init__(
+        self, controller: ChatController, output: TextIO, *, as_json: bool = False, fits: bool = False
+    ) -> None:
+        """fits: whether a document is cut to what fits into the context"""
+        self._controller, self._waiter, self._fits = controller, Waiter(controller), fits
         self._output, self._as_json = output, as_json
         self._filter = safe if output.isatty() else str
         if not as_json:
@@ -180,22 +185,44 @@ class Pipe:
                 if self._as_json:
                     self._write_json({"index": index, "error": {"code": error.code, "message": problem}})
             else:
-                problem = self._reply_to("\n\n".join(filter(None, (question, text))), index)
+                text = self._fitted(text, question) if self._fits else text
+                advice = "--fit cuts the document in the middle." if is_document and text and not self._fits else ""
+                problem = self._reply_to("\n\n".join(filter(None, (question, text))), index, advice)
                 problem = problem if is_document or not problem else f"{where}: {problem}"
             if problem:
                 num_failures += 1
                 notice(problem)
         return not num_failures
 
+    def _fitted(self, text: str, question: str) -> str:
+        """As much of a document as fits; says what is left out."""
+        session, client = self._controller.current, self._controller.client
+        assert client.engine is not None
+        with suppress(RequestError):  # the question alone is too long, which the reply says
+            room = room_beside(client.engine, session.messages_with(question), client.params(session.params))
+            text, left_out = fitted(client.engine, text, room)
+            if left_out:
+                left = format_count(left_out, "character")
+                notice(f"the document does not fit into the context: {left} in its middle are left out")
+        return text
+
     def _refuse(self, use: ToolUse) -> str:
         notice(f"not allowed without --allow-tools: {use}")
         return "n"
 
-    def _reply_to(self, text: str, index: int) -> str:
-        """Writes the reply to one message. Returns what went wrong; empty if nothing did."""
+    def _reply_to(self, text: str, index: int, advice: str) -> str:
+        """Writes the reply to one message. Returns what went wrong; empty if nothing did.
+
+        advice: what the user can do if the message is too long
+        """
         session = self._controller.current
         self._controller.send(session, text)
-        self._waiter.wait(session, self._refuse)
+        try:
+            self._waiter.wait(session, self._refuse)
+        except Interrupted:
+            if not self._as_json:
+                self._write("\n")
+            raise
         reply = session.last.reply if session.last else None
         assert reply is not None
         if self._as_json:
@@ -207,8 +234,8 @@ class Pipe:
         if reply.code == LOOP:
             notice("the reply repeats itself, so it was stopped; --no-loop-guard lets it go on")
         if reply.code == "prompt_too_long" and len(session.turns) > 1 and not self._controller.auto_trim:
-            return f"{reply.error} --auto-trim drops the oldest turns."
-        return reply.error
+            advice = f"--auto-trim drops the oldest turns. {advice}"
+        return f"{reply.error} {advice}".rstrip() if reply.code == "prompt_too_long" else reply.error
 
     def _write_json(self, fields: dict[str, Any]) -> None:
         self._write(json.dumps(fields, ensure_ascii=not self._output.encoding.lower().startswith("utf")) + "\n")

@@ -174,6 +174,10 @@ class Terminal(FrontEnd):
         self._app.output.flush()
 
     @property
+    def columns(self) -> int:
+        return self._app.output.get_size().columns
+
+    @property
     def screen(self) -> TranscriptView:
         return self._view
 
@@ -259,6 +263,8 @@ class Terminal(FrontEnd):
         @bindings.add(Keys.BracketedPaste, filter=typing)
         def _(event: KeyPressEvent) -> None:
             text = event.data.encode("utf-8", "replace").decode().replace("\r\n", "\n").replace("\r", "\n")
+            if wrong := sum("\ud800" <= character <= "\udfff" for character in event.data):
+                self.show(f"{format_count(wrong, 'byte')} of the paste not in UTF-8: a ? stands for each.")
             if is_long_paste(text):
                 paste = self.session.fold_paste(text)
                 controller.client_of(self.session).count_tokens(paste)

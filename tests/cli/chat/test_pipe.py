@@ -12,9 +12,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from cbatch.cli.chat.engine_client import fitted
 from cbatch.cli.main import run_command
 from tests.support.chat_terminal import Chat, write_session
 from tests.support.faults import wait_until
@@ -42,15 +45,15 @@ def talk(runs: ForkServer, tmp_path: Path) -> Talk:
 
 def test_each_line_is_a_turn_of_one_conversation(talk: Talk) -> None:
     """Guards `echo hi | cbatch chat`: only replies on stdout, the rest on stderr, and what was said is remembered."""
-    code, out, err = talk("My name is Ada.\n\nWhat is my name?", "--lines")
-    assert (code, out) == (0, "Nice to meet you, Ada!\nYour name is Ada.\n")
-    assert "demo model" in err
+    said = (0, "Nice to meet you, Ada!\nYour name is Ada.\n")
+    assert talk("My name is Ada.\n\nWhat is my name?", "--lines") == (*said, ""), "nothing of loading"
+    assert "demo model" in talk("Hello.", "--lines", "-v")[2]
     assert talk("My name is Ada.\r\n", "-q")[1:] == ("Nice to meet you, Ada!\n", "")
 
 
 def test_a_question_and_a_document(talk: Talk) -> None:
     """Guards `git diff | cbatch chat "Write a message"`: one message, one reply, and the question comes first."""
-    assert talk("", "-q", "Spell the word lamp.") == (0, "l-a-m-p\n", "")
+    assert talk("", "Spell", "the word", "lamp.") == (0, "l-a-m-p\n", ""), "words need no quotes"
     assert talk("My name is Ada.\nWhat is my name?\n", "-q")[1].count("\n") == 1, "two lines are one message"
     code, out, _ = talk("lamp.\n", "-q", "--json", "Spell the word")
     assert code == 0
@@ -59,6 +62,34 @@ def test_a_question_and_a_document(talk: Talk) -> None:
     alone = json.loads(talk("Spell the word\n\nlamp.", "-q", "--json")[1])
     assert alone == whole, "a question and a document are one message, with a blank line between them"
     assert set(whole["usage"]) == {"prompt_tokens", "completion_tokens", "total_tokens"}
+
+
+def test_a_document_that_does_not_fit(talk: Talk) -> None:
+    """Guards `git diff | cbatch chat` if the diff is long: the error names --fit, which leaves out the middle."""
+    first, last = "My name is Ada.\n", "What is my name?\n"
+    document = first + "".join(f"+ line {number}\n" for number in range(2000)) + last
+    code, out, err = talk(document, "Read this:")
+    assert (code, out) == (1, "") and err.endswith("--fit cuts the document in the middle.\n")
+    code, out, err = talk(document, "--json", "--fit", "Read this:")
+    assert code == 0 and re.fullmatch(r"cbatch: .* context: [\d,]+ characters in its middle are left out\n", err)
+    assert 600 < json.loads(out)["usage"]["prompt_tokens"] <= 768, "a quarter is left for the reply"
+    assert talk(first, "-q", "--fit", "Hello.")[1:] == talk(first, "-q", "Hello.")[1:]
+    code, _, err = talk(first, "--fit", "word " * 1500)
+    assert code == 1 and "--fit" not in err.splitlines()[-1]
+
+
+def test_text_that_is_cut_to_fit() -> None:
+    """Guards what `fitted` keeps: beginning and end, whole lines if there are any, in as many tokens as there are."""
+    engine: Any = SimpleNamespace(encode=lambda text, raw: text.split(" "))
+    for text in ("one two\n" * 500, "word " * 3000, "x" * 5000):
+        for room in (0, 1, 10, 100):
+            shorter, left_out = fitted(engine, text, room)
+            beginning, note, end = shorter.partition(f"\n[{left_out:,} characters left out]\n\n")
+            assert note and text.startswith(beginning) and text.endswith(end)
+            assert len(beginning) + left_out + len(end) == len(text)
+            if " " in text:
+                assert room // 2 * 0.9 - 3 <= len(beginning.split(" ")) <= max(room // 2, 1)
+    assert fitted(engine, "short text", 2) == ("short text", 0)
 
 
 def test_a_question_goes_on_with_the_last_session(runs: ForkServer, talk: Talk, tmp_path: Path) -> None:
@@ -133,6 +164,8 @@ def test_auto_trim(talk: Talk) -> None:
         (["--from", "/no/such.jsonl", "--index", "0"], "Cannot read /no/such.jsonl"),
         (["--trace", "."], "it must be a regular file"),
         (["--from", "x.jsonl", "--index", "0", "--trace", "x.jsonl"], "is the file of --from;"),
+        (["--lines", "--fit"], "--fit is for a document on stdin"),
+        (["a\udcff"], "The QUESTION is not valid UTF-8 (character 2)"),
         (["--no-such-option"], "No such option"),
         (["--lines", "Hello."], "does not go with it"),
         (["--continue", "--load", "x"], "give one of them"),
@@ -203,7 +236,7 @@ def test_signals(runs: ForkServer, tmp_path: Path, signum: int, code: int) -> No
     run = runs.start("chat", "-q", "--ignore-eos", "--no-loop-guard", "--max-tokens", 1000, **files)
     wait_until(lambda: out.exists() and out.read_bytes(), 60)
     run.send(signum)
-    assert run.code() == code and "Interrupted" in err.read_text()
+    assert run.code() == code and "Interrupted" in err.read_text() and out.read_text().endswith("\n")
 
 
 def test_the_installed_command() -> None:

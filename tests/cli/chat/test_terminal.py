@@ -422,6 +422,13 @@ def test_paths_and_the_shell(chat: Chat) -> None:
     chat.send("\x1b", "no output, it was stopped")
 
 
+def test_bytes_that_are_not_utf8(chat: Chat) -> None:
+    """Guards pastes in another encoding: a sentence says so, and they are sent."""
+    chat._child.send(b"\x1b[200~caf\xe9 au lait\x1b[201~")
+    chat.wait("1 byte of the paste not in UTF-8", "main> caf? au lait")
+    chat.send("\r", "> caf? au lait")
+
+
 def test_a_loop_stops_and_goes_on(chat: Chat) -> None:
     """Guards a reply that repeats itself: it stops with a note, `/continue` goes on, and `/set` says what is set."""
     chat.say("/set ignore_eos true", "true")
@@ -506,6 +513,10 @@ def test_help_fits_the_screen(chat: Chat) -> None:
     chat.say("/help keys", "Ctrl-J", "Alt-1", gone="temperature=0.2")
     assert any("Enter " in line for line in chat.lines)
     chat.say("/help retyr", "did you mean /help retry?")
+    chat.resize(50, 45)
+    chat.say("/help", "/retry ask again, once or N times /pick keep one of several")
+    chat.say("/help keys", "Ctrl-D: leaves, on an empty line")
+    chat.resize(80, 24)
 
 
 def test_markdown_on_the_screen(chat: Chat, tmp_path: Path) -> None:

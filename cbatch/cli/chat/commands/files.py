@@ -240,12 +240,12 @@ def do_help(chat: FrontEnd, name: str) -> None:
     /help NAME explains a command, /help keys lists the keys.
     Example: /help retry
     """
-    name = name.lstrip("/")
+    name, is_wide = name.lstrip("/"), chat.columns >= 2 * COLUMN_WIDTH
     if name == "keys":
-        chat.show(*(f"{keys:<27} {action}" for keys, action in KEYS))
+        chat.show(*(f"{keys:<27} {action}" if is_wide else f"{keys}: {action}" for keys, action in KEYS))
     elif not name:
         entries = [f"/{item.name}".ljust(NAME_WIDTH) + item.description for item in COMMANDS.values()]
-        height = (len(entries) + 1) // 2  # two columns, read downwards, so that all fit on a screen of 24 lines
+        height = (len(entries) + 1) // 2 if is_wide else len(entries)  # two columns, read downwards, fit on 24 lines
         columns = zip_longest(entries[:height], entries[height:], fillvalue="")
         rows = [(left.ljust(COLUMN_WIDTH) + right).rstrip() for left, right in columns]
         chat.show(*rows, "/help NAME explains a command and gives an example; /help keys lists the keys.")

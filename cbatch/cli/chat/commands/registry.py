@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from shutil import get_terminal_size
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -157,6 +158,11 @@ class FrontEnd:
     def set_input(self, text: str) -> None:
         """Replaces the text in the input line."""
         raise NotImplementedError
+
+    @property
+    def columns(self) -> int:
+        """Cells of a line on the terminal."""
+        return get_terminal_size().columns
 
     @property
     def screen(self) -> TranscriptView:

@@ -437,6 +437,11 @@ class Session:
         """The conversation up to and with the message of a turn."""
         return [*self.system_messages, *chain.from_iterable(self.message_groups(turn))]
 
+    def messages_with(self, text: str) -> list[Message]:
+        """The conversation with a message that follows."""
+        turn = Turn(text)
+        return replace(self, items=[*self.items, turn]).messages(turn)
+
     def drop(self, count: int) -> int:
         """Drops oldest turns until `count` are dropped, but never the last turn. Returns how many were added."""
         before = self.dropped
