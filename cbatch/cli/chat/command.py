@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from cbatch.runtime.tracing import StepTracer
 
 
-SCREEN_OPTIONS = "vi", "mouse", "transcript"
+SCREEN_OPTIONS = "bell", "vi", "mouse", "transcript"
 
 _session, _rows, _screen, _report = (
     partial(option, group=group) for group in ("Session", "Prompts and tools", "Screen", "Reports")
@@ -80,6 +80,9 @@ class ChatOptions:
     tools: tuple[str, ...] = tools_option()
     allow_tools: bool = _rows(False, "Run calls without asking.")
     template_kwargs: dict[str, Any] = template_kwargs_option()
+    bell: float | None = _screen(
+        None, "Ring the terminal's bell when a reply is done that took so long.", low=0, metavar="SECONDS"
+    )
     vi: bool = _screen(False, "Edit lines as in vi.")
     mouse: bool = _screen(True, "Scroll by the wheel; text is selected with Shift.")
     transcript: bool = _screen(True, "Print the conversations when you leave.")
@@ -166,7 +169,10 @@ def _run_in_terminal(options: ChatOptions, trace: StepTracer | None) -> Literal[
     else:
         controller.current.add_notice(WELCOME, is_passing=True)
         history = InMemoryHistory() if options.no_history else InputHistory(store.folder)
-        terminal = Terminal(controller, store, history, background, is_vi=options.vi, takes_mouse=options.mouse)
+        terminal = Terminal(
+            controller, store, history, background,
+            is_vi=options.vi, takes_mouse=options.mouse, bell_seconds=options.bell,
+        )  # fmt: skip
     try:
         terminal.run()
     finally:

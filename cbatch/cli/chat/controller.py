@@ -346,8 +346,15 @@ class ChatController:
             raise UserError("The conversation has moved on; nothing was changed.")
         self._stop_replies(session)
         session.remove(turn)
-        kept = [one for one in turn.attachments if not one.is_paste or one.name in text]
-        self._send(session, Turn(text, attachments=kept))
+        self._send(session, turn.with_text(text))
+
+    def branch(self, session: Session, turn: Turn, text: str) -> None:
+        """Opens a copy of a session that ends before a turn, and sends another message in place of that."""
+        place = session.items.index(turn)
+        copy = session.copied(self._new_name(None))
+        del copy.items[place:]
+        copy.dropped = min(copy.dropped, copy.num_droppable)
+        self._send(self._add(copy), turn.with_text(text))
 
     def trim(self, session: Session, num_turns: int | None) -> int:
         """Drops the `num_turns` oldest turns; None drops as many as the last reply needs, and requests it again.

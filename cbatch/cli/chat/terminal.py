@@ -37,6 +37,7 @@ from prompt_toolkit.layout import (
     Window,
 )
 from prompt_toolkit.layout.dimension import Dimension
+from prompt_toolkit.layout.processors import TabsProcessor
 from prompt_toolkit.output import create_output
 from prompt_toolkit.widgets import SearchToolbar, TextArea
 
@@ -62,6 +63,9 @@ AUTOSAVE_SECONDS = 5.0
 
 ESCAPE_SECONDS, PREFIX_SECONDS = 0.05, 1.0
 """How long Esc waits for the rest of an Alt key, and Ctrl-X for the key after it."""
+
+SAVE_TITLE, RESTORE_TITLE = "\x1b[22;0t", "\x1b[23;0t"
+"""Sequences of xterm's, which other terminals know or ignore."""
 
 WELCOME = "/help lists the commands, /help keys the keys; Ctrl-D leaves."
 LEAVING = "Ctrl-D or /exit leaves."
@@ -97,13 +101,17 @@ class Terminal(FrontEnd):
         *,
         is_vi: bool = False,
         takes_mouse: bool = True,
+        bell_seconds: float | None = None,
     ) -> None:
         """
+        bell_seconds: a reply that took longer rings the bell; None: none does
         is_vi:       whether lines are edited as in vi
         takes_mouse: whether the wheel scrolls; then Shift is needed to select text
         """
         super().__init__(controller, store, background)
-        self._is_vi, self._takes_mouse = is_vi, takes_mouse
+        self._is_vi, self._takes_mouse, self._bell_seconds = is_vi, takes_mouse, bell_seconds
+        self._title = ""
+        self._were_busy: set[Session] = set()
         self._loading_error: BaseException | None = None
         self._captured_lines: deque[str] = deque(maxlen=50)
         self._callbacks: deque[Callable[[], None]] = deque()
@@ -126,6 +134,7 @@ class Terminal(FrontEnd):
             completer=CommandCompleter(controller, store),
             complete_while_typing=False,
             search_field=self._search,
+            input_processors=[TabsProcessor(char1=" ", char2=" ")],
         )
         # Text that is typed belongs to the session: it stays there, and comes back with it.
         self._line.buffer.on_text_changed += lambda _: setattr(self.session, "draft", self._line.text)
@@ -271,6 +280,9 @@ class Terminal(FrontEnd):
                 text = paste.name
             line.buffer.insert_text(text)
 
+        for keys, is_before in (("backspace", True), ("c-w", True), ("delete", False), ("c-d", False)):
+            at_paste = Condition(lambda is_before=is_before: self._paste_at_cursor(is_before) is not None)  # type: ignore[misc]
+            bind(keys, partial(self._delete_paste, is_before), typing & at_paste)
         bind("enter", self._on_enter, typing)
         for keys in ("c-j", "escape enter"):
             bind(keys, lambda: line.buffer.insert_text("\n"), typing)
@@ -307,6 +319,23 @@ class Terminal(FrontEnd):
             bind(str(number), partial(self._pick, number), on_empty_line & Condition(partial(is_offered, number)))
         return bindings
 
+    def _paste_at_cursor(self, is_before: bool) -> tuple[int, int] | None:
+        """Where a folded paste stands that the cursor is inside of, or directly before or behind."""
+        text, cursor = self._line.text, self._line.buffer.cursor_position
+        for paste in pastes_in(text, self.session.pastes):
+            start = text.rfind(paste.name, 0, cursor + len(paste.name))
+            end = start + len(paste.name)
+            if start >= 0 and (start < cursor <= end if is_before else start <= cursor < end):
+                return start, end
+        return None
+
+    def _delete_paste(self, is_before: bool) -> None:
+        """Deletes a folded paste as one unit."""
+        if (place := self._paste_at_cursor(is_before)) is not None:
+            buffer, (start, end) = self._line.buffer, place
+            buffer.save_to_undo_stack()
+            buffer.document = Document(buffer.text[:start] + buffer.text[end:], start)
+
     @property
     def _undecided(self) -> Turn | None:
         """The last turn, if several replies stand side by side there."""
@@ -339,12 +368,12 @@ class Terminal(FrontEnd):
             self.session.clear_passing_notices()
 
     def _on_ctrl_c(self) -> None:
-        """Stops the reply; if there is none, clears the input; if that is empty, says how to leave."""
-        if self.stop_shell() or self.controller.stop(self.session):
-            return
-        if self._line.text:
+        """Clears the line, which the history keeps; if it is empty, stops the reply; else says how to leave."""
+        if text := self._line.text:
+            if (whole := self.session.unfold(text)) not in self._line.buffer.history.get_strings()[-1:]:
+                self._line.buffer.history.append_string(whole)
             self._clear_input()
-        else:
+        elif not (self.stop_shell() or self.controller.stop(self.session)):
             self.session.clear_passing_notices()
             self.show(LEAVING)
 
@@ -398,9 +427,13 @@ class Terminal(FrontEnd):
         for signum in (*SIGNALS, signal.SIGHUP):
             loop.add_signal_handler(signum, self._on_signal, signum)
         self._run_callbacks()
+        output = self._app.output
         try:
+            output.write_raw(SAVE_TITLE)
             await self._app.run_async(handle_sigint=False, set_exception_handler=False)
         finally:
+            output.write_raw(RESTORE_TITLE)
+            output.flush()
             self._loop = None
             for signum in (*SIGNALS, signal.SIGHUP):  # until everything is saved
                 loop.remove_signal_handler(signum)
@@ -461,6 +494,7 @@ class Terminal(FrontEnd):
 
     def _before_render(self) -> None:
         self.stats.tick()
+        self._tell_outside()
         for session in self._view.compared:
             session.is_unread = False
         now = time.monotonic()
@@ -472,6 +506,20 @@ class Terminal(FrontEnd):
         before, self._shown_save_error = self._shown_save_error, self.store.save_error
         if self._shown_save_error not in ("", before):
             self.session.add_notice(self._shown_save_error, is_error=True)
+
+    def _tell_outside(self) -> None:
+        """Tells those who look at something else what goes on: by the terminal's title, and a bell."""
+        busy = {session for session in self.controller.sessions if session.is_busy}
+        names = ", ".join(safe(session.name) for session in self.controller.sessions if session in busy)
+        title = f"{names} … cbatch" if names else f"{safe(self.session.name)} · cbatch"
+        if title != self._title:
+            self._title = title
+            self._app.output.set_title(title)
+        lasts = (session.last.reply for session in self._were_busy - busy if session.last is not None)
+        longest = max((reply.last_token_at - reply.requested_at for reply in lasts if reply), default=-1.0)
+        if self._bell_seconds is not None and longest >= self._bell_seconds:
+            self._app.output.bell()
+        self._were_busy = busy
 
     def _on_output_line(self, line: str) -> None:
         """Shows a line that this program printed as a notice. Lines of libraries are kept in case loading fails."""

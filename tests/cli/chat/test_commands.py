@@ -21,7 +21,7 @@ from cbatch.cli.chat.commands.sessions import parse_variants
 from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.chat.screen import _fitting
 from cbatch.cli.chat.session.files import expand_names, one_name, quoted, split_names
-from cbatch.cli.chat.session.session import Attachment, Session, Turn, compose, is_long_paste
+from cbatch.cli.chat.session.session import Attachment, Reply, Session, Turn, compose, is_long_paste
 from cbatch.cli.chat.session.store import SessionStore, read_session, to_json
 from cbatch.cli.common.exits import UserError
 
@@ -132,7 +132,15 @@ def test_completion(tmp_path: Path) -> None:
     assert completions(store, "/set all temp") == ["/set all temperature"]
     assert completions(store, "/switch m") == ["/switch main"]
     assert completions(store, "/help ke") == ["/help keys"]
-    assert completions(store, "hello /re") == []
+    assert completions(store, "hello /re") == completions(store, "ada@") == []
+    assert completions(store, f"look at @{tmp_path}/sub") == [f"look at @{tmp_path}/sub\\ dir/"]
+    session = Session("main", items=[Turn("How do I feed a sourdough?", [Reply("Daily.", state="stop")])])
+    store.save_later(session)
+    store.wait()
+    assert session.path is not None
+    for typed in ("", "sour", session.path.stem[:4]):
+        assert completions(store, f"/load {typed}") == [f"/load {session.path.stem}"]
+    assert completions(store, "/load cake") == [] and completions(store, f"/load {tmp_path}/sub")
 
 
 @given(

@@ -85,7 +85,7 @@ def test_typing_while_a_reply_streams(runs: ForkServer, tmp_path: Path) -> None:
             chat.pump(0.1)
         chat.wait(sentence)
         assert chat.sessions == "[1 main…]", "the answer ended before the typing did"
-        chat.send("\x03", "stopped; /continue resumes it", gone=" running")
+        chat.send("\x1b", "stopped; /continue resumes it", gone=" running")
         chat.settle()
         before = chat.lines
         assert max(map(len, before)) <= 61 and before[-1].startswith("main>")
@@ -105,8 +105,10 @@ def test_what_stops_a_reply(runs: ForkServer, tmp_path: Path) -> None:
         chat.ask_for_long()
         chat.say("Spell the word lamp.", "(next) > Spell the word lamp.")
         chat.send("a few words")
-        chat.send("\x03", "stopped; /continue resumes it", "> Spell the word lamp.", "main> a few words", gone="(next)")
+        chat.send("\x03", "1 running", "main>", gone="a few words")
+        chat.send("\x03", "stopped; /continue resumes it", "> Spell the word lamp.", gone="(next)")
         chat.wait("l-a-m-p")
+        chat.send(UP, "main> a few words")
         chat.send("\x1b", "stopped; /continue resumes it", gone="running")
         chat.send("x", "main> a few wordsx")
         chat.send("\x03", "main>", gone="a few words")
@@ -351,6 +353,57 @@ def test_lines_and_pastes_are_edited(chat: Chat, tmp_path: Path) -> None:
     chat.send("\r", "> Sum up [pasted 1: 40 lines] please", "[1 main")
     chat.say(f"/export {tmp_path}/talk.md", "written to")
     assert f"Sum up {lines} please" in (tmp_path / "talk.md").read_text()
+    for keys in ("\x7f", "\x1b[D\x1b[D\x1b[D\x1b[3~", "\x17"):
+        chat.send(f"a \x1b[200~{lines}\x1b[201~", ": 40 lines]")
+        chat.send(keys)
+        chat.send("\x05b", "main> a b", gone="40 lines] b")
+        chat.send("\x03")
+    chat.send("\x1b[200~if x:\n\tgo\x1b[201~")
+    chat.until(lambda: "    go" in chat.lines, "the tab is not as wide as in a file")
+    chat.send("\x03")
+
+
+def test_a_file_is_overwritten_only_when_asked_twice(chat: Chat, tmp_path: Path) -> None:
+    """Guards `/export` over a file that is there: it asks, and anything else that is typed means no."""
+    path = tmp_path / "talk.md"
+    path.write_text("precious")
+    chat.say("Spell the word lamp.", "l-a-m-p")
+    for line in (f"/export {path}", "/list", f"/export {path}"):
+        chat.say(line, "1 main" if line == "/list" else "the same command again replaces it")
+    assert path.read_text() == "precious"
+    chat.say(f"/export {path}", "written to")
+    assert "l-a-m-p" in path.read_text()
+
+
+def test_files_after_an_at_sign(chat: Chat, tmp_path: Path) -> None:
+    """Guards `@file` in a message: Tab completes it, the file goes along, and a name that is none is text."""
+    (tmp_path / "my notes.txt").write_text("The lamp is green.\n")
+    chat.send(f"See @{tmp_path}/my\t", "my\\ notes.txt")
+    chat.send(", and @nobody.\r", "+ my notes.txt, 7 tokens", gone="[1 main…")
+
+
+def test_an_earlier_message_is_edited(runs: ForkServer, tmp_path: Path) -> None:
+    """Guards `/edit N`: a copy goes on from there, and nothing of the session is lost; and the terminal's title."""
+    editor = tmp_path / "editor"
+    editor.write_text('#!/bin/sh\nsed -i s/Ada/Bob/ "$1"\n')
+    editor.chmod(0o700)
+    with Chat(runs, tmp_path, *LONG, "--bell", 0.001, env={"EDITOR": str(editor)}) as chat:
+        chat.say("/set ignore_eos false", "false")
+        chat.say("My name is Ada.", "Ada!")
+        chat.say("What is my name?", "Your name is Ada.")
+        chat.say("/edit 2", "> My name is Bob.", "Nice to meet you, Bob!", gone="Ada")
+        chat.wait_for_sessions("1 main [2 s2]")
+        chat.say("What is my name?", "Your name is Bob.")
+        chat.say("/switch main", "Your name is Ada.")
+        assert chat.screen.title == "main · cbatch"
+        chat.say("/set ignore_eos true")
+        chat.ask_for_long()
+        chat.send("\x1b2")
+        chat.until(lambda: chat.screen.title == "main … cbatch", "the title does not say which session replies")
+        chat.say("/stop all")
+        chat.until(lambda: chat.screen.title == "s2 · cbatch")
+        assert re.sub(rb"\x1b\].*?\a", b"", chat.raw).count(b"\a") == 4, "the bell of each reply"
+        assert chat.leave() == 0 and b"\x1b[23;0t" in chat.raw
 
 
 def shown_lines(chat: Chat) -> list[int]:

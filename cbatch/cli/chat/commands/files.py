@@ -47,7 +47,7 @@ def do_save(chat: FrontEnd, name: str) -> None:
     chat.show(f"saved as {path}, {later}")
 
 
-@command("load", "[NAME|NUMBER|FILE|TEXT]", "saved")
+@command("load", "[NAME|NUMBER|FILE|TEXT]", "stored")
 def do_load(chat: FrontEnd, which: str) -> None:
     """find and open an old session
 
@@ -77,7 +77,7 @@ def do_load(chat: FrontEnd, which: str) -> None:
     chat.controller.open_saved(chat.store.open(path))
 
 
-@command("delete", "NAME|NUMBER", "saved")
+@command("delete", "NAME|NUMBER", "stored")
 def do_delete(chat: FrontEnd, which: str) -> None:
     """delete a saved session
 
@@ -90,12 +90,10 @@ def do_delete(chat: FrontEnd, which: str) -> None:
         raise UserError(f"There is no saved session {which[:80]}; /load lists them.")
     if any(session.path == path for session in chat.controller.sessions):
         raise UserError("That session is open; /close it first.")
-    if chat.to_delete != path:
-        chat.to_delete = path
+    if not chat.confirms("delete", path):
         chat.show(f"“{saved.title}”, {format_count(len(saved.turns), 'turn')}: the same command again deletes it")
         return
     chat.store.delete(path)
-    chat.to_delete = None
     chat.listed_sessions = [each for each in chat.listed_sessions if each.path != path]
     chat.show(f"deleted: {saved.title}")
 
@@ -162,7 +160,8 @@ def do_detach(chat: FrontEnd, which: str) -> None:
 def do_export(chat: FrontEnd, name: str) -> None:
     """write FILE.md or FILE.jsonl
 
-    FILE.md is the conversation to read. To FILE.jsonl it adds a row that `cbatch run` answers as this session would.
+    FILE.md is the conversation to read; if there is such a file, the same command again replaces it. To FILE.jsonl it
+    adds a row that `cbatch run` answers as this session would.
     Example: /export talk.md
     """
     path, session = as_path(one_name(name)), chat.session
@@ -171,8 +170,10 @@ def do_export(chat: FrontEnd, name: str) -> None:
     client, engine, reply = chat.controller.client_of(session), chat.engine, session.last.reply
     with os_errors_as(UserError, f"Cannot write {path}"):
         if path.suffix == ".md":
-            with path.open("x", encoding="utf-8", errors="replace") as file:
-                file.write(to_markdown(session, engine.loaded.name))
+            if path.exists() and not chat.confirms("export", path):
+                chat.show(f"{path} exists: the same command again replaces it")
+                return
+            path.write_text(to_markdown(session, engine.loaded.name), encoding="utf-8", errors="replace")
         elif path.suffix == ".jsonl":
             row = to_row(
                 session,
@@ -215,9 +216,9 @@ KEYS = (
     ("Enter", "sends; in a menu it takes the entry"),
     ("Ctrl-J, \\ Enter, Alt-Enter", "begin a new line"),
     ("Esc", "stops the reply; closes a menu or a comparison"),
-    ("Ctrl-C", "stops the reply; else clears the line"),
+    ("Ctrl-C", "clears the line, which Up brings back; else stops the reply"),
     ("Ctrl-D", "leaves, on an empty line"),
-    ("Tab", "completes commands, names and files"),
+    ("Tab", "completes commands, names, and files after @"),
     ("Up, Down, Ctrl-R", "what was typed before; searches it"),
     ("Ctrl-Left, Ctrl-Right", "move by a word"),
     ("Alt-Left, Alt-Right", "go to the previous or next session"),

@@ -22,7 +22,7 @@ from cbatch.base.errors import RequestError, os_errors_as
 from cbatch.base.params import PARAM_NAMES, PARAMS, SamplingParams
 from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.controller import ChatController
-from cbatch.cli.chat.session.files import quoted
+from cbatch.cli.chat.session.files import as_path, is_file, quoted, read_text
 from cbatch.cli.chat.session.session import Attachment, Session
 from cbatch.cli.chat.session.store import SessionStore, has_own_name
 from cbatch.cli.chat.shell import ShellCommand
@@ -59,10 +59,13 @@ def parse_parameter(name: str, text: str) -> dict[str, Any]:
     return given
 
 
+MOST_OFFERED = 50
+"""Saved sessions that Tab offers, the newest ones: they are read for that."""
+
 SHOWN_LINES = 8
 """Lines of a shell command's output that the screen shows."""
 
-ArgumentKind = Literal["", "session", "file", "files", "saved", "parameter", "command", "model"]
+ArgumentKind = Literal["", "session", "file", "files", "saved", "stored", "parameter", "command", "model"]
 
 
 class FrontEnd:
@@ -72,7 +75,7 @@ class FrontEnd:
     listed_sessions: what `/load` listed last; it also takes the numbers of that list
     searched_text:   what the sessions of that list hold
     listed_models:   the same of `/model`
-    to_delete:       what `/delete` asked about; the same command again deletes it
+    asked:           what a command asked about; the same command again does it
     batch_session:   where the last batch was started, and where it reports
     shell:           the user's command that runs
     """
@@ -87,7 +90,7 @@ class FrontEnd:
         self.listed_sessions: list[Session] = []
         self.searched_text = ""
         self.listed_models: list[str] = []
-        self.to_delete: Path | None = None
+        self.asked: tuple[str, Path] | None = None
         self.batch_session: Session | None = None
         self.shell: ShellCommand | None = None
 
@@ -138,6 +141,12 @@ class FrontEnd:
         if self.shell is not None:
             self.shell.stop()
         return self.shell is not None
+
+    def confirms(self, command: str, path: Path) -> bool:
+        """Whether the same command was given just before, which is how a question is answered with yes."""
+        is_answer = self.asked == (command, path)
+        self.asked = None if is_answer else (command, path)
+        return is_answer
 
     def attach(self, session: Session, file: Attachment) -> None:
         """Attaches a text to a session's next message, in the place of one of the same name."""
@@ -231,11 +240,21 @@ def is_message(line: str) -> bool:
     return line.startswith("!!") or not (line.startswith("!") or _COMMAND.fullmatch(line))
 
 
+def files_in(message: str) -> list[Attachment]:
+    """The files that a message names after an `@`. Raises UserError if one of them cannot be read."""
+    names = (_ESCAPED.sub(r"\1", name) for name in _MENTION.findall(message))
+    found = (one for name in names for one in (name, name.rstrip(".,;:!?)")) if is_file(one))
+    return [Attachment(name, read_text(as_path(name))) for name in dict.fromkeys(found)]
+
+
 def execute_line(chat: FrontEnd, line: str) -> None:
     """Runs a command, or sends a message to the current session. Raises UserError if it cannot be done."""
     if is_message(line):
-        chat.to_delete = None
-        chat.controller.send(chat.session, line[1:] if line.startswith(("//", "!!")) else line)
+        chat.asked = None
+        message = line[1:] if line.startswith(("//", "!!")) else line
+        for file in files_in(message):
+            chat.attach(chat.session, file)
+        chat.controller.send(chat.session, message)
         return
     line = line if line.startswith("/all ") else chat.session.unfold(line)
     if line.startswith("!"):
@@ -249,8 +268,8 @@ def execute_line(chat: FrontEnd, line: str) -> None:
         raise UserError(f"There is no command /{name[:40]}; {hint} (Begin with // to send the line to the model.)")
     if not argument and found.usage and not found.usage.startswith("["):
         raise UserError(f"Something is missing: /{found.name} {found.usage} ({found.description})")
-    if found.name != "delete":
-        chat.to_delete = None
+    if chat.asked is not None and chat.asked[0] != found.name:
+        chat.asked = None
     found.handler(chat, argument.strip())
 
 
@@ -266,9 +285,13 @@ _LAST_NAME = re.compile(r"""(?:\\.|'[^']*'?|"[^"]*"?|[^\s\\'"])*\\?$""")
 
 _ESCAPED = re.compile(r"\\(.)")
 
+_MENTION = re.compile(r"(?<!\S)@((?:\\.|[^\s\\])+)")
+_OPEN_MENTION = re.compile(r"(?<!\S)@((?:\\.|[^\s\\])*)$")
+"""A file in a message, with a backslash before each blank of its name; and one that is still being typed."""
+
 
 class CommandCompleter(Completer):
-    """Completes a line that begins with a slash."""
+    """Completes a line that begins with a slash, and names of files after an `@`."""
 
     def __init__(self, controller: ChatController, store: SessionStore) -> None:
         self._controller, self._store = controller, store
@@ -276,6 +299,9 @@ class CommandCompleter(Completer):
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
         text = document.text_before_cursor
+        if mention := _OPEN_MENTION.search(text):
+            yield from self._files(mention[1], complete_event)
+            return
         if not text.startswith("/") or "\n" in text:
             return
         name, space, rest = text[1:].partition(" ")
@@ -291,6 +317,14 @@ class CommandCompleter(Completer):
             whole = list(self._files(rest, complete_event))  # a name with blanks that are not marked, or the only one
             yield from whole or self._files(_LAST_NAME.findall(rest)[0], complete_event)
             return
+        if kind == "stored" and ("/" in rest or rest.startswith("~")):
+            yield from self._files(rest, complete_event)
+        elif kind == "stored":
+            for saved in islice(self._store.saved_sessions(), MOST_OFFERED):
+                assert saved.path is not None
+                name, words = saved.path.stem, f"{saved.path.stem}\n{saved.title}".casefold()
+                if rest.casefold() in words:
+                    yield Completion(name, -len(rest), display=saved.title, display_meta=saved.name)
         before, _, word = rest.lstrip().rpartition(" ")
         if not before or kind == "session" or (kind == "parameter" and before.strip() == "all"):
             for each in self._names(kind):

@@ -112,24 +112,31 @@ def do_undo(chat: FrontEnd, _: str) -> None:
     chat.set_input(chat.controller.undo(chat.session))
 
 
-@command("edit")
-def do_edit(chat: FrontEnd, _: str) -> None:
-    """change the last message
+@command("edit", "[N]")
+def do_edit(chat: FrontEnd, which: str) -> None:
+    """change a message
 
-    Opens it in $EDITOR, and sends it again if you changed it.
+    Opens the last message in $EDITOR, and sends it again if you changed it. N takes the N-th last message, from which a
+    copy of the session goes on; the session itself stays as it is.
+    Example: /edit 3
     """
-    session, last = chat.session, chat.session.last
-    if last is None:
+    session, turns = chat.session, chat.session.turns
+    if not turns:
         raise UserError("There is no message yet.")
+    turn = turns[-parse_number(which, 1, len(turns)) if which else -1]
 
     def ask(text: str) -> None:
         try:
-            chat.controller.replace(session, last, text)
+            if turn is turns[-1]:
+                chat.controller.replace(session, turn, text)
+            else:
+                chat.controller.branch(session, turn, text)
+                chat.session.add_notice(f"goes on from an earlier message of {session.name}")
         except UserError:
             chat.set_input(text)
             raise
 
-    chat.open_editor(last.text, ask)
+    chat.open_editor(turn.text, ask)
 
 
 @command("copy", "[N|code [N]]")

@@ -37,7 +37,7 @@ def split_names(text: str) -> list[str]:
 
 def one_name(text: str) -> str:
     """One file name, which may have blanks, quoted or not."""
-    if not any(mark in text for mark in "\\'\"") or _is_file(text):
+    if not any(mark in text for mark in "\\'\"") or is_file(text):
         return text
     with suppress(UserError):  # what cannot be split is a name as it stands
         names = split_names(text)
@@ -45,7 +45,7 @@ def one_name(text: str) -> str:
     return text
 
 
-def _is_file(name: str) -> bool:
+def is_file(name: str) -> bool:
     """Whether there is a file of this name; a text that cannot be a name is none."""
     try:
         return as_path(name).is_file()
@@ -61,9 +61,9 @@ def quoted(name: str) -> str:
 def expand_names(text: str) -> list[Path]:
     """The files that were named, with `~`, `*`, `?` and `**` expanded. Raises UserError if a pattern fits none."""
     found: list[Path] = []
-    for name in [text] if _is_file(text) else split_names(text):
+    for name in [text] if is_file(text) else split_names(text):
         path = as_path(name)
-        if _is_file(name) or not glob.has_magic(name):
+        if is_file(name) or not glob.has_magic(name):
             found.append(path)
             continue
         names = glob.glob(str(path), recursive=True)  # noqa: PTH207  (Path.glob takes no absolute patterns)

@@ -290,6 +290,11 @@ class Turn:
     def is_open(self) -> bool:
         return any(reply.is_open for reply in self.replies)
 
+    def with_text(self, text: str) -> Turn:
+        """Another message with the files of this one, and those pastes that it still names."""
+        kept = [one for one in self.attachments if not one.is_paste or one.name in text]
+        return Turn(text, attachments=kept)
+
     def add_replies(self, count: int) -> list[Reply]:
         """Adds `count` replies and chooses the first; several are shown side by side."""
         first = len(self.replies)
