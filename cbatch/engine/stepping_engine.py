@@ -172,6 +172,10 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
             fallback=self._fallback,
         )
 
+    def num_computed(self, request: Request) -> int:
+        """Tokens of a running request that are in the KV cache; may be called from any thread."""
+        return next((one.num_computed for one in list(self.scheduler.running) if one.request is request), 0)
+
     def input_processor(self, defaults: RequestDefaults | None = None) -> InputProcessor:
         """Makes requests for this engine, of prompts and rows."""
         model = ModelInfo(

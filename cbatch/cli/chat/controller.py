@@ -298,6 +298,15 @@ class ChatController:
             return 0.0
         return min((reply.prompt_tokens + reply.num_tokens) / engine.limits.max_model_len, 1.0)
 
+    def share_read(self, session: Session) -> float | None:
+        """How much of the prompt has been read for the reply that is to come; None if it has begun, or none is."""
+        reply = session.last.reply if session.last is not None else None
+        request = self._requests.get(reply) if reply is not None and reply.state == "waiting" else None
+        engine, encoded = (request.client.engine, request.encoded) if request is not None else (None, None)
+        if engine is None or encoded is None:
+            return None
+        return min(engine.core.num_computed(encoded) / len(encoded.prompt_ids), 1.0)
+
     def pick(self, session: Session, number: int) -> None:
         """Keeps one of several replies, counted from 0."""
         turn = self._require_last_turn(session)
@@ -483,7 +492,9 @@ class ChatController:
                 session.is_unread = session is not self.current
                 return
             state = "stop" if event.finish_reason == "tool_calls" else event.finish_reason
-            can_trim = session.num_droppable - session.dropped > 1
+            engine, size = self.client_of(session).engine, sum(one.num_tokens or 0 for one in turn.attachments)
+            is_alone = engine is not None and size >= engine.limits.sequence.longest
+            can_trim = session.num_droppable - session.dropped > 1 and not is_alone
             reply.finish(state, event.error, limit, has_failed=has_failed, can_trim=can_trim)
             self._after_replies(session)
 

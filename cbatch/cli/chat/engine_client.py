@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cbatch.base.errors import RequestError, invalid_row
 from cbatch.base.params import DEFAULT_PARAMS, SamplingParams
 from cbatch.base.units import format_count
-from cbatch.cli.chat.session.session import Attachment, Message, as_plain_text
+from cbatch.cli.chat.session.session import Message, as_plain_text
 
 if TYPE_CHECKING:
     from cbatch.api import Engine
@@ -44,6 +44,8 @@ MOST_COUNTED = 200_000
 
 CHAT_DEFAULTS: dict[str, Any] = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05}
 """How replies are sampled if the model's files say nothing: small models repeat themselves without end if greedy."""
+
+T = TypeVar("T")
 
 Post = Callable[[Callable[[], None]], None]
 """Runs a callback on the front end's thread."""
@@ -75,6 +77,7 @@ class ReplyRequest:
     on_event: Callable[[StreamEvent, float], None]
     is_cancelled: bool = False
     group: RequestGroup | None = None
+    encoded: Request | None = None
 
 
 class EngineClient:
@@ -129,16 +132,9 @@ class EngineClient:
     def submit(self, request: ReplyRequest) -> None:
         self._jobs.put(request)
 
-    def count(self, measure: Callable[[Engine], int], on_count: Callable[[int], None]) -> None:
+    def count(self, measure: Callable[[Engine], T], on_count: Callable[[T], None]) -> None:
         """Has something counted once the model is there. `on_count`: called on the front end's thread"""
         self._jobs.put(lambda engine: self.post(partial(on_count, measure(engine))))
-
-    def count_tokens(self, text: Attachment) -> None:
-        """Has the tokens of a text counted; of a very long one, those of its beginning."""
-        beginning, size = text.text[:MOST_COUNTED], len(text.text)
-        scale = max(len(beginning), 1)
-        on_count = partial(setattr, text, "num_tokens")
-        self.count(lambda engine: len(engine.encode(beginning, raw=True)) * size // scale, on_count)
 
     def cancel(self, request: ReplyRequest) -> None:
         """Stops a request, whose callbacks are not called any more."""
@@ -206,6 +202,7 @@ class EngineClient:
             when = time.monotonic()
             self._tell(request, lambda: report(received, when))
 
+        request.encoded = encoded
         group.submit(encoded, on_event)
         if request.is_cancelled:  # before there was a group to close
             group.close()
@@ -260,6 +257,12 @@ class EngineClient:
         self.post(lambda: None if request.is_cancelled else callback())
 
 
+def num_tokens(engine: Engine, text: str) -> int:
+    """The tokens of a text; of a very long one, by those of its beginning."""
+    beginning = text[:MOST_COUNTED]
+    return len(engine.encode(beginning, raw=True)) * len(text) // max(len(beginning), 1)
+
+
 def reply_room(engine: Engine, params: SamplingParams) -> int:
     """Tokens that a prompt leaves for its reply: `max_tokens`, or a quarter of the context if that is less."""
     quarter = engine.limits.max_model_len // 4
@@ -274,7 +277,12 @@ def room_beside(engine: Engine, messages: Sequence[Message], params: SamplingPar
 
 
 def fitted(engine: Engine, text: str, room: int) -> tuple[str, int]:
-    """A text of at most `room` tokens, from whose middle whole lines are left out, and the characters left out."""
+    """A text of at most `room` tokens, from whose middle lines are left out, and the characters left out.
+
+    Nothing of it if there is no room for anything.
+    """
+    if room <= 0:
+        return "", len(text)
 
     def taken(part: Callable[[int], str]) -> str:
         size = MOST_CHARACTERS * room

@@ -200,8 +200,9 @@ class Pipe:
         assert client.engine is not None
         with suppress(RequestError):  # the question alone is too long, which the reply says
             room = room_beside(client.engine, session.messages_with(question), client.params(session.params))
-            text, left_out = fitted(client.engine, text, room)
-            if left_out:
+            shorter, left_out = fitted(client.engine, text, room)
+            text = shorter or text
+            if left_out and shorter:
                 left = format_count(left_out, "character")
                 notice(f"the document does not fit into the context: {left} in its middle are left out")
         return text

@@ -339,7 +339,8 @@ def status_bar(controller: ChatController, stats: ChatStats, background: Backgro
         parts = background.progress
     elif (load := engine.stats()).num_running or load.num_waiting:
         waiting = [f"{load.num_waiting} waiting"] if load.num_waiting else []
-        speed = f"{stats.tokens_per_s:,.0f} tok/s"
+        read = controller.share_read(controller.current)
+        speed = f"{stats.tokens_per_s:,.0f} tok/s" if read is None else f"{read:.0%} of the prompt read"
         parts = [f"{load.num_running} running", *waiting, speed, f"KV {load.cache_used:.0%}"]
     else:
         parts = [safe(engine.loaded.name)]

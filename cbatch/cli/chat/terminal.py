@@ -276,7 +276,7 @@ class Terminal(FrontEnd):
                 self.show(f"{format_count(wrong, 'byte')} of the paste not in UTF-8: a ? stands for each.")
             if is_long_paste(text):
                 paste = self.session.fold_paste(text)
-                controller.client_of(self.session).count_tokens(paste)
+                self.measure(self.session, paste)
                 text = paste.name
             line.buffer.insert_text(text)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import random
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,10 +20,11 @@ import pytest
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import EngineError
+from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.commands.registry import FrontEnd, execute_line
 from cbatch.cli.chat.controller import ChatController, Variant
 from cbatch.cli.chat.engine_client import EngineClient
-from cbatch.cli.chat.screen import Transcript
+from cbatch.cli.chat.screen import Transcript, status_bar
 from cbatch.cli.chat.session.export import append_row, from_result, to_row
 from cbatch.cli.chat.session.session import Attachment, Reply, Session, Turn
 from cbatch.cli.chat.session.store import SessionStore, modified_at, read_session, to_json
@@ -371,8 +373,27 @@ def test_the_last_session_is_the_one_that_was_used_last(harness: ChatHarness, tm
 
 def test_a_text_that_cannot_be_counted_harms_nobody(harness: ChatHarness) -> None:
     """Guards the thread that encodes messages: later replies still come."""
-    harness.client.count_tokens(Attachment("a", "caf\udce9"))
+    chat = FrontEnd(harness.make(), None)  # type: ignore[arg-type]
+    chat.measure(chat.session, Attachment("a", "caf\udce9"))
     assert harness.ask(harness.make(), "My name is Ada.") == "Nice to meet you, Ada!"
+
+
+def test_how_far_a_prompt_is_read(harness: ChatHarness) -> None:
+    """Guards the status while a long prompt is read, which was 0 tok/s: the share of it that is read."""
+    controller = harness.make()
+    session, bars = controller.current, list[str]()
+    stats, background = ChatStats(controller), BackgroundRun()
+
+    def look(record: object) -> None:
+        bars.append("".join(text for _, text in status_bar(controller, stats, background, 80)))
+
+    harness.engine.on_step = look
+    controller.send(session, "word " * 900)
+    harness.settle(controller)
+    harness.engine.on_step = None
+    shares = [int(found[1]) for bar in bars if (found := re.search(r"running, (\d+)% of the prompt read", bar))]
+    assert shares == sorted(shares) and shares[-1] == 100 and shares[0] > 0
+    assert controller.share_read(session) is None
 
 
 def test_a_picked_reply_goes_on(harness: ChatHarness) -> None:

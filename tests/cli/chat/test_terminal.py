@@ -382,6 +382,21 @@ def test_files_after_an_at_sign(chat: Chat, tmp_path: Path) -> None:
     chat.send(", and @nobody.\r", "+ my notes.txt, 7 tokens", gone="[1 main…")
 
 
+def test_a_file_that_does_not_fit(chat: Chat, tmp_path: Path) -> None:
+    """Guards `/read` of more than the context: it is said at once, `/fit` keeps what fits, and hints say what helps."""
+    path = tmp_path / "long.txt"
+    path.write_text("".join(f"line {number}\n" for number in range(3000)))
+    chat.say("My name is Ada.", "Ada!")
+    chat.say(f"/read {path}", "tokens, does not fit: there is room for 692 beside", "/fit attaches")
+    chat.say("Sum up.", "this message alone is too long", "/fit cuts its files", gone="/trim")
+    chat.say("/undo", "main> Sum up.")
+    chat.send("\x03")
+    chat.say("/fit", "characters in its middle are left out", "+ 1 long.txt, 6", gone="22,890")
+    chat.say("Sum up.", "+ long.txt, ", gone="too long")
+    chat.until(lambda: "…" not in chat.sessions)
+    chat.say("/stats", "last reply here")
+
+
 def test_an_earlier_message_is_edited(runs: ForkServer, tmp_path: Path) -> None:
     """Guards `/edit N`: a copy goes on from there, and nothing of the session is lost; and the terminal's title."""
     editor = tmp_path / "editor"

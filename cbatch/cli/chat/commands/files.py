@@ -11,7 +11,7 @@ from pathlib import Path
 from cbatch.base.errors import os_errors_as
 from cbatch.base.units import format_count
 from cbatch.cli.chat.commands.registry import ALIASES, COMMANDS, FrontEnd, command, did_you_mean, parse_number
-from cbatch.cli.chat.engine_client import takes_messages
+from cbatch.cli.chat.engine_client import fitted, room_beside, takes_messages
 from cbatch.cli.chat.session.export import append_row, to_markdown, to_row
 from cbatch.cli.chat.session.files import as_path, expand_names, one_name, read_text
 from cbatch.cli.chat.session.session import Attachment
@@ -128,7 +128,8 @@ def do_read(chat: FrontEnd, names: str) -> None:
     """attach files
 
     The model gets the files, with their names, before your next message; the screen shows their names and
-    tokens above the input line. Blanks in a name are quoted or follow a backslash. /detach takes a file away again.
+    tokens above the input line. Blanks in a name are quoted or follow a backslash. /detach takes a file away again,
+    and /fit shortens one that is too long.
     Example: /read notes.md src/*.py
     """
     session = chat.session
@@ -154,6 +155,30 @@ def do_detach(chat: FrontEnd, which: str) -> None:
         attached.clear()
     else:
         attached.pop(parse_number(which, 1, len(attached)) - 1 if which else -1)
+
+
+@command("fit")
+def do_fit(chat: FrontEnd, _: str) -> None:
+    """cut what is attached to fit
+
+    Leaves out the middle of the longest attached text, so that the context has room for the message and a reply.
+    """
+    session, client = chat.session, chat.controller.client_of(chat.session)
+    if not session.attached:
+        raise UserError("Nothing is attached.")
+    longest = max(session.attached, key=lambda one: len(one.text))
+    others = sum(one.num_tokens or 0 for one in session.attached if one is not longest)
+    messages, params = session.messages_with(""), client.params(session.params)
+
+    def on_fitted(found: tuple[str, int]) -> None:
+        text, left_out = found
+        if text:
+            longest.text = text
+            chat.attach(session, longest)
+        why = f"{left_out:,} characters in its middle are left out" if text else "there is no room; /trim makes some"
+        session.add_notice(f"{longest.name}: {why}", is_passing=True)
+
+    client.count(lambda engine: fitted(engine, longest.text, room_beside(engine, messages, params) - others), on_fitted)
 
 
 @command("export", "FILE", "file")

@@ -22,6 +22,7 @@ from cbatch.base.errors import RequestError, os_errors_as
 from cbatch.base.params import PARAM_NAMES, PARAMS, SamplingParams
 from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.controller import ChatController
+from cbatch.cli.chat.engine_client import num_tokens, room_beside
 from cbatch.cli.chat.session.files import as_path, is_file, quoted, read_text
 from cbatch.cli.chat.session.session import Attachment, Session
 from cbatch.cli.chat.session.store import SessionStore, has_own_name
@@ -151,7 +152,23 @@ class FrontEnd:
     def attach(self, session: Session, file: Attachment) -> None:
         """Attaches a text to a session's next message, in the place of one of the same name."""
         session.attached = [other for other in session.attached if other.name != file.name] + [file]
-        self.controller.client_of(session).count_tokens(file)
+        self.measure(session, file)
+
+    def measure(self, session: Session, file: Attachment) -> None:
+        """Has the tokens of a text counted, and says at once if it does not fit."""
+        client, messages = self.controller.client_of(session), session.messages_with("")
+        params, others = client.params(session.params), [one for one in session.attached if one is not file]
+
+        def on_count(found: tuple[int, int]) -> None:
+            file.num_tokens, room = found
+            room = max(room - sum(one.num_tokens or 0 for one in others), 0)
+            if file.num_tokens > room:
+                way = "/fit attaches its beginning and end" if room else "/trim N makes room"
+                way = "Backspace takes it away" if file.is_paste else way
+                text = f"{file.label}, does not fit: there is room for {room:,} beside a reply. {way}."
+                session.add_notice(text, is_error=True, is_passing=True)
+
+        client.count(lambda engine: (num_tokens(engine, file.text), room_beside(engine, messages, params)), on_count)
 
     def close(self) -> None:
         """Stops all replies and the batch, and saves what is left."""

@@ -231,7 +231,7 @@ class Reply:
         if has_failed:
             self.remark = "the engine has failed; the conversation is kept, and /load opens it in a new chat"
         elif self.code == "prompt_too_long" and not can_trim:
-            self.remark = "this message alone is too long; /undo takes it back, so that you can shorten it"
+            self.remark = "this message alone is too long; /undo takes it back, and /fit cuts its files"
         elif self.code == "prompt_too_long":
             self.remark = "/trim drops the oldest turns and asks again; /undo takes the message back"
         elif state == "length" and limit is not None and self.num_tokens >= limit:
