@@ -60,6 +60,12 @@ def test_alternatives_stand_side_by_side_where_they_fit() -> None:
     assert narrow[2:4] == ["[1]", "one two"] and "old" not in "".join(narrow)
 
 
+def test_a_long_line_breaks_at_the_width() -> None:
+    """Guards text of thousands of characters against lines that end early, where it is laid out in parts."""
+    lines = texts(wrap_plain("word " * 3000, 100, first="> "))
+    assert {len(line.rstrip()) for line in lines[:-1]} == {96}, "a word more does not fit"
+
+
 @pytest.mark.parametrize(
     ("height", "top", "expected"), [(4, None, (6, 0)), (4, 2, (2, 4)), (40, 3, (0, 0)), (1, 99, (9, 0))]
 )

@@ -30,7 +30,7 @@ def split_long_line(line: str) -> list[str]:
     """Parts of a line, of LONG_LINE characters at most. Text that follows changes only the last part."""
     parts = []
     while len(line) > LONG_LINE:
-        cut = line.rfind(" ", LONG_LINE // 2, LONG_LINE) + 1 or LONG_LINE
+        cut = max(line.rfind(" ", LONG_LINE // 2, LONG_LINE), 0) or LONG_LINE
         parts.append(line[:cut])
         line = line[cut:]
     return [*parts, line]
@@ -39,8 +39,13 @@ def split_long_line(line: str) -> list[str]:
 def wrap_plain(text: str, width: int, style: str = "", *, first: str = "") -> list[StyledLine]:
     """Wraps a text without Markdown. `first` stands before its first line; the others are indented then."""
     inner = max(width - get_cwidth(first), 1)
-    parts = (part for line in text.split("\n") for part in split_long_line(line))
-    lines = [line for part in parts for line in wrap_line(part, inner, style)]
+    lines: list[StyledLine] = []
+    for line in text.split("\n"):
+        rest: StyledLine = []
+        for part in split_long_line(line):
+            *whole, rest = wrap_line("".join(text for _, text in rest) + part, inner, style)
+            lines += whole
+        lines.append(rest)
     if not first:
         return lines
     return [[(style, "  " if number else first), *line] for number, line in enumerate(lines)]
