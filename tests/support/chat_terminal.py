@@ -96,7 +96,8 @@ class Chat:
 
     @property
     def bar(self) -> str:
-        return next(line for line in reversed(self.lines) if "[" in line and "]" in line)
+        """The status bar; empty in the middle of a redraw."""
+        return next((line for line in reversed(self.lines) if "[" in line and "]" in line), "")
 
     @property
     def sessions(self) -> str:

@@ -516,7 +516,8 @@ class Terminal(FrontEnd):
             self._title = title
             self._app.output.set_title(title)
         lasts = (session.last.reply for session in self._were_busy - busy if session.last is not None)
-        longest = max((reply.last_token_at - reply.requested_at for reply in lasts if reply), default=-1.0)
+        done = (reply for reply in lasts if reply is not None and reply.state != "stopped")
+        longest = max((reply.last_token_at - reply.requested_at for reply in done), default=-1.0)
         if self._bell_seconds is not None and longest >= self._bell_seconds:
             self._app.output.bell()
         self._were_busy = busy

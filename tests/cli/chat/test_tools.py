@@ -55,7 +55,8 @@ class ScriptedClient:
     def reply(self, text: str = "", *calls: tuple[str, Any]) -> None:
         """The whole reply to the last request: a text, and calls with their arguments."""
         made = tuple(ToolCall(name, json.dumps(arguments)) for name, arguments in calls)
-        completion: Any = SimpleNamespace(note=None, tool_calls=made, usage=SimpleNamespace(cached_tokens=0))
+        usage = SimpleNamespace(cached_tokens=0)
+        completion: Any = SimpleNamespace(note=None, stop_reason=None, tool_calls=made, usage=usage)
         reason: Any = "tool_calls" if calls else "stop"
         event = StreamEvent(text=text, raw=text, token_id=1, finish_reason=reason, completion=completion)
         self.asked[-1].on_event(event, 0.0)
@@ -148,7 +149,7 @@ def test_another_model_goes_on_with_its_own_calls(client: ScriptedClient) -> Non
     other = ScriptedClient()
     controller = make(client, allows_all=True)
     controller.clients["other"] = other  # type: ignore[assignment]
-    client.engine = object()  # type: ignore[assignment]
+    client.engine = SimpleNamespace(limits=SimpleNamespace(sequence=SimpleNamespace(longest=512)))  # type: ignore[assignment]
     controller.context_share = lambda session: 0.0  # type: ignore[method-assign]
     session = controller.current
     controller.send(session, "x")
