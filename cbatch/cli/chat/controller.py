@@ -359,9 +359,9 @@ class ChatController:
 
     def branch(self, session: Session, turn: Turn, text: str) -> None:
         """Opens a copy of a session that ends before a turn, and sends another message in place of that."""
-        place = session.items.index(turn)
+        number = session.turns.index(turn)
         copy = session.copied(self._new_name(None))
-        del copy.items[place:]
+        del copy.items[copy.items.index(copy.turns[number]) :]
         copy.dropped = min(copy.dropped, copy.num_droppable)
         self._send(self._add(copy), turn.with_text(text))
 

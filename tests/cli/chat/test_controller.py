@@ -396,6 +396,17 @@ def test_how_far_a_prompt_is_read(harness: ChatHarness) -> None:
     assert controller.share_read(session) is None
 
 
+@pytest.mark.parametrize(("states", "kept"), [(["stop"], "a"), (["stop", "streaming"], "a"), (["streaming"], None)])
+def test_a_copy_ends_with_the_last_complete_reply(states: list[Any], kept: str | None) -> None:
+    """Guards `/fork` while a reply goes on, also one of `/retry`: half a reply is not what the copy goes on from."""
+    replies = [Reply(text, state=state) for text, state in zip("ab", states, strict=False)]
+    session = Session("main", items=[Turn("q", [Reply("one", state="stop")]), Turn("r", replies, len(replies) - 1)])
+    copy = session.copied("twin")
+    shown = [turn.reply.text for turn in copy.turns if turn.reply is not None]
+    assert shown == ["one", *([kept] if kept else [])]
+    assert not copy.is_busy and session.is_busy == ("streaming" in states), "the session itself has changed"
+
+
 def test_a_picked_reply_goes_on(harness: ChatHarness) -> None:
     """Guards a reply that is picked while it streams: only the others are stopped. What is refused stops none."""
     controller = harness.make(params=LONG)

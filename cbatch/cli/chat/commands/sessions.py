@@ -131,7 +131,7 @@ def do_edit(chat: FrontEnd, which: str) -> None:
                 chat.controller.replace(session, turn, text)
             else:
                 chat.controller.branch(session, turn, text)
-                chat.session.add_notice(f"goes on from an earlier message of {session.name}")
+                chat.show(f"goes on from an earlier message of {session.name}")
         except UserError:
             chat.set_input(text)
             raise
@@ -247,12 +247,12 @@ def do_close(chat: FrontEnd, name: str) -> None:
 def do_fork(chat: FrontEnd, name: str) -> None:
     """go on in a copy
 
-    Opens a session that continues from this point. What both have in common is not computed again.
+    Opens a session that continues from the last complete reply. What both have in common is not computed again.
     Example: /fork other-ending
     """
     before = chat.session
     chat.controller.fork(before, name or None)
-    chat.session.add_notice(f"forked from {before.name}")
+    chat.show(f"forked from {before.name}")
 
 
 @command("all", "TEXT")

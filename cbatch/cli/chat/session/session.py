@@ -469,8 +469,12 @@ class Session:
         self.queue = []
 
     def copied(self, name: str) -> Session:
-        """An independent session at the same point; it gets what has come so far of an open reply."""
+        """An independent session that ends with the last complete reply."""
         made = deepcopy(self)
+        if (last := made.last) is not None and last.is_open:
+            last.chosen = last.fallback  # the reply before a retry
+            if last.replies[last.chosen].is_open:
+                made.remove(last)
         made.name, made.number, made.path, made.draft = name, 0, None, ""
         made.queue, made.attached = [], []
         made.is_unread = made.is_almost_full = False
