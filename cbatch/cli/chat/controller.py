@@ -171,13 +171,7 @@ class ChatController:
         return name
 
     def send(self, session: Session, text: str) -> None:
-        """Sends a message, with what is attached to it; it is queued while a reply is on its way.
-
-        Raises UserError if several replies stand side by side, and the user has not said which one counts.
-        """
-        last = session.last
-        if last is not None and last.is_undecided:
-            raise UserError(f"Pick a reply first: {last.pick_hint}.")
+        """Sends a message, with what is attached to it; it waits while a reply is on its way, or is to be picked."""
         turn = Turn(text, attachments=[*session.attached, *pastes_in(text, session.pastes)])
         session.attached = []
         self._send(session, turn)
@@ -309,12 +303,15 @@ class ChatController:
 
     def pick(self, session: Session, number: int) -> None:
         """Keeps one of several replies, counted from 0."""
-        turn = self._require_last_turn(session)
+        turn = session.last
+        if turn is None:
+            raise UserError("There is no message yet.")
         if not 0 <= number < len(turn.replies):
             last = len(turn.replies) - 1
             raise UserError(f"Pick one of the replies 0 to {last}." if last else "There is only one reply.")
         self._stop_replies(session, but=turn.replies[number])
         turn.chosen, turn.fallback, turn.first_compared = number, number, 0
+        self._send_next(session)
         self.save(session)
 
     def continue_reply(self, session: Session, *, may_trim: bool = False) -> None:
@@ -391,12 +388,11 @@ class ChatController:
             self.store.save_later(session)
 
     def _send(self, session: Session, turn: Turn) -> None:
-        if session.is_busy:
+        if session.must_wait:
             session.queue.append(turn)
             self.save(session)
             return
         if (last := session.last) is not None:
-            last.first_compared = 0
             last.fall_back_if_empty()
         (reply,) = turn.add_replies(1)
         session.items.append(turn)
@@ -514,5 +510,9 @@ class ChatController:
             text = f"The context is {share:.0%} full. /trim N drops the N oldest turns; --auto-trim does it by itself."
             session.add_notice(text, is_passing=True)
         self.save(session)
-        if session.queue and self.client_of(session).failure is None:
+        self._send_next(session)
+
+    def _send_next(self, session: Session) -> None:
+        """Sends the next message that waits, if it no longer has to."""
+        if session.queue and not session.must_wait and self.client_of(session).failure is None:
             self._send(session, session.queue.pop(0))

@@ -115,6 +115,8 @@ class LineTerminal(FrontEnd):
             if isinstance(item, Notice):
                 emit(safe(item.text))
         session.items[:] = session.turns
+        if (last := session.last) is not None and last.is_undecided:
+            emit(f"({last.pick_hint} keeps one; {last.fallback} goes back. Messages wait until then.)")
 
     def _end_reply(self) -> None:
         """Prints what the reply that has just streamed lacks."""

@@ -77,6 +77,9 @@ RESULT_LINES = 4
 
 WHEEL_LINES = 3
 
+LOW = 12
+"""A transcript of fewer lines than this shows no hints among the replies."""
+
 
 class Transcript:
     """Lays out sessions and caches the lines, each item's with the state that they show."""
@@ -85,6 +88,8 @@ class Transcript:
         """`code_width`: where lines of code are broken, if not where the text is"""
         self.shows_reasoning = False
         """Whether all that models think is shown; else a line says how much it is."""
+        self.shows_hints = True
+        """Whether a line says how to pick a reply."""
         self._code_width = code_width
         self._items: WeakKeyDictionary[Turn | Notice, tuple[object, list[StyledLine]]] = WeakKeyDictionary()
         self._layouts: WeakKeyDictionary[Reply, tuple[tuple[int, int], MarkdownLayout]] = WeakKeyDictionary()
@@ -110,7 +115,7 @@ class Transcript:
         return chunks + [[*wrap_plain(turn.text, width, "class:note", first="(next) > "), []] for turn in session.queue]
 
     def _item(self, item: Turn | Notice, width: int) -> list[StyledLine]:
-        state: tuple[object, ...] = (width, self.shows_reasoning)
+        state: tuple[object, ...] = (width, self.shows_reasoning, self.shows_hints)
         if isinstance(item, Turn):  # texts only grow until they are asked for again
             replies = (
                 (id(one), one.num_requests, len(one.reasoning), len(one.text), one.state, one.error, one.remark)
@@ -140,18 +145,19 @@ class Transcript:
             ("class:heading" if reply is not turn.reply else "class:chosen", f"[{number}] {safe(reply.label)}".rstrip())
             for number, reply in enumerate(shown, turn.first_compared)
         ]
-        hint = wrap_plain(turn.pick_hint, width, "class:note", first="· ")
+        keys = f"{turn.pick_hint}, or Left, Right, Enter; {turn.fallback} goes back"
+        hint = [*wrap_plain(keys, width, "class:note", first="· "), []] if self.shows_hints else []
         column = (width - len(COLUMN_GAP) * (len(shown) - 1)) // len(shown)
         if column >= MIN_COLUMN:
             tops = [wrap([head], column) for head in heads]
             columns = [[*top, *self._reply(reply, column)] for top, reply in zip(tops, shown, strict=True)]
             is_long = max(map(len, columns)) > MANY_LINES
             feet = side_by_side(tops, column) if is_long else []
-            return [*lines, *side_by_side(columns, column), *feet, [], *hint, []]
+            return [*lines, *side_by_side(columns, column), *feet, [], *hint]
         for head, reply in zip(heads, shown, strict=True):
             lines += [*wrap([head], width), *self._reply(reply, width), []]
         foot = wrap(chain.from_iterable((head, ("", "  ")) for head in heads), width) if len(lines) > MANY_LINES else []
-        return [*lines, *foot, *hint, []]
+        return [*lines, *foot, *hint]
 
     def _reply(self, reply: Reply, width: int) -> list[StyledLine]:
         lines = [line for each in reply.rounds for line in _round_lines(each, width)]
@@ -208,8 +214,11 @@ class TranscriptView(UIControl):
         self._transcript = Transcript()
         self._session: Session | None = None
         self.compared: list[Session] = []
+        self._page: int | None = None
+        """Which of the compared sessions are shown, if not all fit; None: the current one is among them."""
         self._top: int | None = None
         """The first line on the screen; None follows the end."""
+        self._follows_chosen = False
         self.searched = self._found = ""
         self._found_line = 0
         self._width, self._height, self._start, self._end = 80, 0, 0, 0
@@ -217,13 +226,19 @@ class TranscriptView(UIControl):
     def create_content(self, width: int, height: int) -> UIContent:
         session = self._controller.current
         if session is not self._session:
-            self._session, self._top = session, None
+            self._session = session
+            self.go_to(None)
         self.compared = [each for each in self.compared if each in self._controller.sessions]
         self._width, self._height = width, height
+        self._transcript.shows_hints = height >= LOW
         if len(self.compared) > 1:
             lines = self._side_by_side(width, height)
         else:
-            lines, self._start, self._end = visible_lines(self._transcript.chunks(session, width), height, self._top)
+            chunks = self._transcript.chunks(session, width)
+            if self._follows_chosen:
+                styles = ([style for style, _ in line] for line in chain.from_iterable(chunks))
+                self._top = next((number for number, line in enumerate(styles) if line == ["class:chosen"]), self._top)
+            lines, self._start, self._end = visible_lines(chunks, height, self._top)
         below = self._end - self._start
         if not below:
             self._top = None
@@ -242,11 +257,13 @@ class TranscriptView(UIControl):
             self.scroll(WHEEL_LINES)
 
     def go_to(self, top: int | None) -> None:
-        """Goes to a line; None goes to the end, and stays there."""
-        self._top = top
+        """Goes to a line; None goes to the end of the current session, and stays there."""
+        self._top, self._follows_chosen = top, False
+        self._page = self._page if top is not None else None
 
     def scroll(self, lines: int = 0, pages: int = 0) -> None:
         """Scrolls by lines and pages; negative is up. Several calls before the screen is drawn add up."""
+        self._follows_chosen = False
         before = self._start if self._top is None else self._top
         self._top = max(0, min(before + lines + pages * max(self._height - 2, 1), self._end))
 
@@ -276,7 +293,11 @@ class TranscriptView(UIControl):
 
     def _side_by_side(self, width: int, height: int) -> list[StyledLine]:
         """The compared sessions in columns, each with its end at the bottom."""
-        shown = self.compared[: max(width // (MIN_COLUMN + len(COLUMN_GAP)), 2)]
+        count = max(width // (MIN_COLUMN + len(COLUMN_GAP)), 2)
+        pages = [self.compared[start : start + count] for start in range(0, len(self.compared), count)]
+        current = (number for number, page in enumerate(pages) if self._controller.current in page)
+        self._page = (next(current, 0) if self._page is None else self._page) % len(pages)
+        shown = pages[self._page]
         column = max((width - len(COLUMN_GAP) * (len(shown) - 1)) // len(shown), 1)
         whole = [list(chain.from_iterable(self._transcript.chunks(session, column))) for session in shown]
         longest = max(map(len, whole))
@@ -286,7 +307,18 @@ class TranscriptView(UIControl):
             padded = [*([[]] * (longest - len(lines))), *lines]
             visible, self._start, self._end = visible_lines([padded], self._height, self._top)
             columns.append([[("class:heading", safe(session.name)[:column])], *visible])
+        if len(pages) > 1:
+            hint = f" ({self._page + 1}/{len(pages)}: Left, Right)"
+            columns[-1][0] = [("class:heading", _cut(_cut(safe(shown[-1].name), column - len(hint)) + hint, column))]
         return side_by_side(columns, column)
+
+    def turn_page(self, offset: int) -> None:
+        """Shows others of the compared sessions, if not all fit."""
+        self._page = (self._page or 0) + offset
+
+    def show_chosen(self) -> None:
+        """Scrolls to the reply that stands out, if replies stand below one another, and stays with it."""
+        self._follows_chosen = True
 
 
 def visible_lines(
@@ -342,6 +374,8 @@ def status_bar(controller: ChatController, stats: ChatStats, background: Backgro
         read = controller.share_read(controller.current)
         speed = f"{stats.tokens_per_s:,.0f} tok/s" if read is None else f"{read:.0%} of the prompt read"
         parts = [f"{load.num_running} running", *waiting, speed, f"KV {load.cache_used:.0%}"]
+    elif (last := controller.current.last) is not None and last.is_undecided:
+        parts = [last.pick_hint]
     else:
         parts = [safe(engine.loaded.name)]
     right = _fitting(parts, width // 2)

@@ -310,6 +310,9 @@ class Terminal(FrontEnd):
         bind("left", partial(self._move_choice, -1), picking)
         bind("right", partial(self._move_choice, 1), picking)
         bind("enter", self._pick, picking)
+        comparing = on_empty_line & ~picking & Condition(lambda: bool(view.compared))
+        bind("left", partial(view.turn_page, -1), comparing)
+        bind("right", partial(view.turn_page, 1), comparing)
 
         def is_offered(number: int) -> bool:
             turn = self._undecided
@@ -347,12 +350,14 @@ class Terminal(FrontEnd):
         if (turn := self._undecided) is not None:
             first, count = turn.first_compared, len(turn.replies) - turn.first_compared
             turn.chosen = first + (turn.chosen - first + offset) % count
+            self._view.show_chosen()
 
     def _pick(self, number: int | None = None) -> None:
         """Keeps the reply with a number, or the one that stands out."""
         if (turn := self._undecided) is not None:
             self.controller.pick(self.session, turn.chosen if number is None else number)
             self.session.clear_passing_notices()  # they say how to pick
+            self._view.go_to(None)
 
     def _on_escape(self) -> None:
         """Closes what is open, else stops the reply, else takes notices away."""
@@ -396,7 +401,8 @@ class Terminal(FrontEnd):
         if not text:
             return
         self._has_asked_to_leave = False
-        self.session.clear_passing_notices()
+        for session in {self.session, *self._view.compared}:
+            session.clear_passing_notices()
         if not text.startswith("/find"):
             self._view.end_search()
         with self._showing_errors():

@@ -19,7 +19,7 @@ from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.chat.markdown.layout import PARSER, MarkdownLayout
 from cbatch.cli.chat.markdown.lines import Fragment, StyledLine, wrap, wrap_plain
 from cbatch.cli.chat.markdown.parser import find_code
-from cbatch.cli.chat.screen import Transcript, conversation_lines, status_bar, visible_lines
+from cbatch.cli.chat.screen import Transcript, TranscriptView, conversation_lines, status_bar, visible_lines
 from cbatch.cli.chat.session.session import Reply, Session, Turn
 from cbatch.cli.chat.stats import ChatStats
 
@@ -58,6 +58,47 @@ def test_alternatives_stand_side_by_side_where_they_fit() -> None:
     ]
     narrow = transcript(session, 40)
     assert narrow[2:4] == ["[1]", "one two"] and "old" not in "".join(narrow)
+
+
+def narrow_view(replies: int = 0, sessions: int = 1) -> tuple[TranscriptView, ChatController]:
+    """A screen of 55 columns and 8 lines."""
+    controller = ChatController(SimpleNamespace(engine=None))  # type: ignore[arg-type]
+    for number in range(sessions):
+        session = controller.new_session(f"n{number}") if number else controller.current
+        texts_of = [f"reply {each} of {number}: " + "word " * 30 for each in range(replies + 1)]
+        session.items.append(Turn("q", [Reply(text, state="stop") for text in texts_of], 1, int(replies > 1)))
+    return TranscriptView(controller), controller
+
+
+def drawn(view: TranscriptView) -> str:
+    content = view.create_content(55, 8)
+    return "\n".join(texts([[*content.get_line(number)] for number in range(content.line_count)]))  # type: ignore[misc]
+
+
+def test_each_reply_can_be_seen_on_a_small_screen() -> None:
+    """Guards `/retry` in a small window: Left and Right go to the reply that stands out, and hints take no lines."""
+    view, controller = narrow_view(replies=4)
+    turn = controller.current.last
+    assert turn is not None and "/pick" not in drawn(view)
+    for turn.chosen in (1, 2, 3, 4):
+        view.show_chosen()
+        assert f"[{turn.chosen}]\nreply {turn.chosen} of 0" in "\n".join(map(str.rstrip, drawn(view).split("\n")))
+
+
+def test_each_session_can_be_compared_on_a_small_screen() -> None:
+    """Guards `/compare` of more sessions than fit side by side: pages, which Left and Right turn, show all of them."""
+    view, controller = narrow_view(replies=1, sessions=5)
+    view.compared = list(controller.sessions)
+    seen = ""
+    for _ in range(3):
+        page = drawn(view)
+        assert all(get_cwidth(line) <= 55 for line in page.split("\n"))
+        seen += page
+        view.turn_page(1)
+    assert all(session.name in seen for session in controller.sessions) and "reply 1 of 4" in seen.replace("\n", "")
+    view.go_to(None)
+    controller.switch_to(2)
+    assert "n2 " in drawn(view) and "(2/3: Left, Right)" in drawn(view), "the current session is not among them"
 
 
 def test_a_long_line_breaks_at_the_width() -> None:

@@ -63,7 +63,7 @@ def test_sessions_stream_side_by_side_and_remember_their_own(chat: Chat) -> None
     chat.say("/all What is my name?")
     chat.wait_for_sessions("[1 main] 2 bob…")
     chat.wait("Your name is Ada.")
-    chat.say("/compare bob", "main │ bob", "Your name is Ada. │", "│ Your name is Bob.")  # which may have ended
+    chat.say("/compare bob", "main │ bob", "Your name is Ada. │", "│ Your name is Bob.", gone="max_tokens")
     chat.send("\x1b", "Your name is Ada.", gone="Your name is Bob.")
     chat.send("\x1b2")
     chat.wait("Your name is Bob.", gone="Ada")
@@ -134,15 +134,45 @@ def test_forks_and_retries(chat: Chat) -> None:
     chat.send("\x03")
     chat.say("/retry temperature=0,0.2,0.4", "[1] temperature=0", "[2] temperature=0.2", "[3] temperature=0.4")
     chat.wait_for_sessions("1 main [2 twin]")
-    chat.say("What is my name?", "Pick a reply first", "twin> What is my name?")
-    chat.send("\x03", "twin>", gone="What is my name?")
+    chat.say("What is my name?", "(next) > What is my name?", gone="Your name is Ada.")
     chat.send(RIGHT + RIGHT + LEFT)
-    chat.send("\r", "Nice to meet you, Ada!", gone="[1] temperature")
-    chat.say("/retry 2 temperature=0.5", "[4] temperature=0.5", "[5] temperature=0.5")
-    chat.send("1", "twin> 1")
-    chat.send("\x7f5", "> My name is Ada.", gone="[4] temperature")
-    chat.say("What is my name?", "Your name is Ada.")
+    chat.send("\r", "Nice to meet you, Ada!", "Your name is Ada.", gone="[1] temperature")
+    chat.say("/retry 2 temperature=0.5", "[1] temperature=0.5", "[2] temperature=0.5")
+    chat.send("5", "twin> 5")
+    chat.send("\x7f2", "> My name is Ada.", gone="[1] temperature")
     chat.say("/switch main", "Ada!", gone="forked from")
+
+
+def test_a_fork_while_a_reply_goes_on(runs: ForkServer, tmp_path: Path) -> None:
+    """Guards `/fork` in the middle of a reply, half of which was the copy's last one: it ends before that message."""
+    with Chat(runs, tmp_path, *LONG) as chat:
+        chat.say("/set ignore_eos false", "false")
+        chat.say("My name is Ada.", "Ada!")
+        chat.say("/set ignore_eos true", "true")
+        chat.ask_for_long()
+        chat.say("/fork twin", "forked from main", "Ada!", gone="Tell me a story.")
+        chat.wait_for_sessions("1 main… [2 twin]")
+
+
+def test_a_window_of_ten_lines(chat: Chat) -> None:
+    """Guards `/retry` and `/compare` in a small window: each reply and session can be seen, and no hint takes lines."""
+    chat.resize(55, 10)
+    for setting in ("max_tokens 60", "ignore_eos true", "loop_guard false"):
+        chat.say(f"/set {setting}")
+    chat.say("Tell me a story.", "cut off after", gone="/set")
+    chat.say("/retry temperature=0.1,0.2,0.3", "[1 main", "/pick 1 to 3")
+    for keys, label in ((RIGHT, "[2] temperature=0.2"), (RIGHT, "[3] temperature=0.3"), (RIGHT, "[1] temperature=0.1")):
+        chat.send(keys)
+        chat.until(lambda label=label: chat.lines[0] == label, f"{label} is not on the top")  # type: ignore[misc]
+        assert sum("Left" in line for line in chat.lines) == 0
+    chat.send("1", "cut off after", gone="/pick")
+    for name in ("twin", "third"):
+        chat.say(f"/fork {name}", "forked from")
+    chat.say("/compare", "third (2/2: Left, Right)", gone="forked from")
+    chat.send(LEFT, "main │ twin (1/2: Left, Right)")
+    chat.say("/list", "third (2/2: Left, Right)", "3 third")
+    chat.say("/compare off")
+    chat.resize(80, 24)
 
 
 def rows_file(folder: Path, count: int, tokens: int) -> Path:
@@ -606,6 +636,8 @@ def test_markdown_on_the_screen(chat: Chat, tmp_path: Path) -> None:
     assert cells["重"].bold and not cells["容"].bold and cells["7"].fg == "cyan"
     row = next(n for n, line in enumerate(chat.lines) if line == "plain words")
     assert chat.screen.buffer[row][0].fg == "default"
+    chat.say("/copy code 1", "copied 6 characters")
+    assert b"\x1b]52;c;" + base64.b64encode(b"y = 7\n") + b"\x07" in chat.raw
 
 
 def test_a_terminal_without_a_cursor(runs: ForkServer, tmp_path: Path) -> None:
@@ -618,6 +650,7 @@ def test_a_terminal_without_a_cursor(runs: ForkServer, tmp_path: Path) -> None:
         chat.say("/compare", "This terminal shows lines only")
         chat.say("What is my name?", "You have not told me")
         chat.say("/retry 2 temperature=0,0.1", "[1] temperature=0", "[2] temperature=0.1")
+        chat.wait("(/pick 1 to 2 keeps one; 0 goes back. Messages wait until then.)")
         chat.say("/pick 1")
         chat.say("/read ~nosuchuser/x", "There is no such user: ~nosuchuser/x. bob>")
         chat.say("/switch main", "bob> /switch main > My name is Ada. Nice to meet you, Ada! main>")

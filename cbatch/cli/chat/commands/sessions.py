@@ -262,14 +262,8 @@ def do_all(chat: FrontEnd, text: str) -> None:
     Sends one message to all open sessions. /compare shows their replies side by side.
     Example: /all Summarize what you know in one sentence.
     """
-    refused = []
     for session in list(chat.controller.sessions):
-        try:
-            chat.controller.send(session, text)
-        except UserError as error:
-            refused.append(f"not sent to {session.name}: {error}")
-    if refused:
-        raise UserError("\n".join(refused))
+        chat.controller.send(session, text)
 
 
 @command("compare", "[NAME …|off]", "session")
@@ -291,6 +285,8 @@ def do_compare(chat: FrontEnd, names: str) -> None:
     if len(sessions) < 2:
         raise UserError("There is nothing to compare with; /new opens another session, /fork a copy of this one.")
     chat.screen.compared = sessions
+    for session in sessions:  # old answers to commands would stand in the columns
+        session.clear_passing_notices()
 
 
 @command("exit")

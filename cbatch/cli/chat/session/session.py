@@ -277,10 +277,8 @@ class Turn:
 
     @property
     def pick_hint(self) -> str:
-        """How to pick one of the replies that stand side by side."""
-        last = len(self.replies) - 1
-        words = f"/pick {self.first_compared} to {last} keeps a reply, /pick {self.fallback} the one before"
-        return f"{words}; on an empty line its digit does so, too, or Left, Right and Enter"
+        """What picks one of the replies that stand side by side."""
+        return f"/pick {self.first_compared} to {len(self.replies) - 1}"
 
     @property
     def reply(self) -> Reply | None:
@@ -343,7 +341,7 @@ class Session:
     prelude:   messages before the first turn, if the conversation was opened from a file
     items:     turns and notices in the order in which they are shown
     dropped:   how many of the oldest turns the model is no longer shown; the prelude counts as one
-    queue:     messages sent while a reply was still streaming
+    queue:     messages that wait until a reply is complete, or one of several is picked
     draft:     what is typed; `attached` files go with it, and `pastes` stand in it, or may come back into it
     attempts:  replies requested so far, which give each reply a seed of its own
     path:      the file that it is saved to, once it has one
@@ -380,6 +378,11 @@ class Session:
     def is_busy(self) -> bool:
         """Whether a reply is on its way."""
         return self.last is not None and self.last.is_open
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether a message has to wait: a reply is on its way, or one of several is to be picked."""
+        return self.is_busy or (self.last is not None and self.last.is_undecided)
 
     @property
     def asking(self) -> ToolUse | None:
