@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os.path
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -15,7 +16,7 @@ from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
-from cbatch.base.errors import ConfigError, RequestError, invalid_row
+from cbatch.base.errors import ConfigError, RequestError, invalid_row, reason_of
 from cbatch.batch.lines import Line, place_of
 from cbatch.requests.prompts import plain, row_fields
 
@@ -28,6 +29,39 @@ ROW = "row"
 _TESTED = {"default", "d", "defined", "undefined"}
 """Filters and tests that take a column which may be missing."""
 
+_JINJA = (".jinja", ".jinja2", ".j2")
+"""Endings of files with a Jinja template."""
+
+
+def read_template(given: str, *, may_be_constant: bool = False) -> ColumnTemplate:
+    """The template that a command line names: a text, or `@FILE`; `@@` begins a text with `@`.
+
+    may_be_constant: whether all rows may get the same prompt
+
+    Raises ConfigError if it cannot be read, or is probably not what was meant.
+    """
+    if given.startswith("@") and not given.startswith("@@"):
+        path = Path(given[1:]).expanduser()
+        template = JinjaTemplate(path) if path.name.endswith(_JINJA) else PromptTemplate(_file_text(path))
+    elif given.endswith(_JINJA) or os.path.isfile(given):  # noqa: PTH113 (Path.is_file raises for a long text)
+        raise ConfigError(f"The template is the name of a file; @ in front of it reads that: --template @{given}")
+    else:
+        template = PromptTemplate(given.removeprefix("@"))
+    if template.is_constant and not may_be_constant:
+        raise ConfigError(
+            "The template uses no column, so every row would get the same prompt. Put the name of a column in single "
+            "braces, such as {text}; --constant-template takes it as it is."
+        )
+    return template
+
+
+def _file_text(path: Path) -> str:
+    """A text without the newline at its end. Raises ConfigError."""
+    try:
+        return path.read_text(encoding="utf-8").removesuffix("\n")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"Cannot read the template {path}: {reason_of(error)}.") from error
+
 
 class PromptTemplate:
     """A text with names of columns in braces; {{ and }} stand for braces.
@@ -35,6 +69,7 @@ class PromptTemplate:
     Only plain names: a template reaches no attribute, item or method of a value. Raises ConfigError for anything else.
 
     names: the columns without which no prompt can be made
+    is_constant: whether it uses no column
     """
 
     def __init__(self, text: str) -> None:
@@ -51,6 +86,7 @@ class PromptTemplate:
                 )
         self._parts = [(literal, name) for literal, name, _, _ in parts]
         self.names = list(dict.fromkeys(name for _, name in self._parts if name is not None))
+        self.is_constant = not self.names
 
     def render(self, columns: Mapping[str, object]) -> str:
         """The prompt for a row. Raises RequestError (`template_error`) if a column is missing or null."""
@@ -68,6 +104,7 @@ class JinjaTemplate:
     """A Jinja template whose variables are the columns of a row.
 
     names: the columns without which it is likely that no prompt can be made: what it nowhere tests to be there
+    is_constant: whether it uses nothing of a row
     """
 
     def __init__(self, path: Path) -> None:
@@ -76,17 +113,15 @@ class JinjaTemplate:
 
         from cbatch.text.chat_template import sandbox
 
+        text = _file_text(path)
+        environment = sandbox(undefined=StrictUndefined, finalize=_printed, keep_trailing_newline=True)
         try:
-            text = path.read_text(encoding="utf-8")
-            environment = sandbox(undefined=StrictUndefined, finalize=_printed)
             self._template = environment.from_string(text)
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error.reason
-            raise ConfigError(f"Cannot read the template {path}: {reason}.") from error
         except TemplateError as error:
             line = f", line {number}" if (number := getattr(error, "lineno", None)) else ""
             raise ConfigError(f"The template {path}{line} cannot be read: {error}.") from error
-        self.names = _needed(environment, text)
+        used, tested = _used(environment, text)
+        self.names, self.is_constant = sorted(used - tested - {ROW}), not used
 
     def render(self, columns: Mapping[str, object]) -> str:
         """The prompt for a row. Raises RequestError (`template_error`) if the template does."""
@@ -107,7 +142,8 @@ def _printed(value: Any) -> Any:
     return value
 
 
-def _needed(environment: ImmutableSandboxedEnvironment, text: str) -> list[str]:
+def _used(environment: ImmutableSandboxedEnvironment, text: str) -> tuple[set[str], set[str]]:
+    """The columns that a template uses, and those that it tests to be there."""
     from jinja2 import nodes
     from jinja2.meta import find_undeclared_variables
 
@@ -117,7 +153,7 @@ def _needed(environment: ImmutableSandboxedEnvironment, text: str) -> list[str]:
         for node in tree.find_all((nodes.Test, nodes.Filter))
         if node.name in _TESTED and isinstance(node.node, nodes.Name)
     }
-    return sorted(find_undeclared_variables(tree) - tested - {ROW, *environment.globals})
+    return find_undeclared_variables(tree) - environment.globals.keys(), tested
 
 
 RowTemplate = ColumnTemplate | Callable[[Any], object]

@@ -129,11 +129,11 @@ def _load(options: RunOptions, stats: RunStats, trace: StepTracer | None = None)
 
 def open_input(options: RunOptions) -> RowInput:
     """Opens the input, and looks at its beginning if it is a table or a file. Raises ConfigError."""
-    from cbatch.batch.forms import WHOLE, Shard, is_remote
+    from cbatch.batch.forms import WHOLE, Shard, has_form_of_text, is_remote
     from cbatch.batch.remote import fetch
     from cbatch.batch.tables.row_input import RowInput
 
-    template = options.row_template()
+    template, form = options.row_template(), options.input_form
     shard = Shard.parse(options.shard) if options.shard is not None else WHOLE
     name = options.input
     if is_remote(name):
@@ -143,6 +143,10 @@ def open_input(options: RunOptions) -> RowInput:
     elif name != "-":
         with os_errors_as(ConfigError, f"Cannot read {name}"):
             stream = Path(name).open("rb")  # noqa: SIM115
+        if options.format is None and has_form_of_text(name) and not options.quiet:
+            is_text = form == "text"
+            what = "text, one prompt a line" if is_text else "JSON Lines, as its first line is a JSON object"
+            notice(f"{name} is read as {what} (--format {'jsonl' if is_text else 'text'} reads it otherwise)")
     elif sys.stdin is None:
         raise ConfigError("There is no input: stdin is closed.")
     else:
@@ -150,7 +154,7 @@ def open_input(options: RunOptions) -> RowInput:
             notice("reading rows from the terminal; Ctrl-D ends them.")
         name, stream = "The input", sys.stdin.buffer
     is_sure = options.format is not None
-    return RowInput(stream, name, options.input_form, template=template, shard=shard, is_sure=is_sure)
+    return RowInput(stream, name, form, template=template, shard=shard, is_sure=is_sure)
 
 
 @contextmanager

@@ -37,9 +37,6 @@ from cbatch.validation.validation import CHECK_TIMEOUT_S, Validation
 if TYPE_CHECKING:
     from cbatch.batch.templates import ColumnTemplate
 
-TEMPLATE_ENDINGS = (".jinja", ".jinja2", ".j2")
-"""A template with such an ending is the name of a file."""
-
 
 def parse_day(text: str) -> Day:
     """A day as YYYY-MM-DD. Raises ValueError with a sentence."""
@@ -65,8 +62,9 @@ class RunOptions:
         shown="by the ending of INPUT, else jsonl",
     )
     template: str | None = _input(
-        None, "Make prompts of the rows' columns, such as 'Summarise: {text}'.", metavar="TEXT|FILE.jinja"
+        None, "Make prompts of the rows' columns, such as 'Summarise: {text}', or by a file.", metavar="TEXT|@FILE"
     )
+    constant_template: bool = _input(False, "Allow a --template without columns: the same prompt for every row.")
     shard: str | None = _input(None, "Run only the K-th of N parts of the rows, such as 2/8.", metavar="K/N")
     check: bool = _input(False, "Only check the input: report bad rows, lengths and KV cache need as JSON.")
     estimate: bool = _input(False, "With --check: try rows for 10 s, and tell what a run would take.")
@@ -158,10 +156,9 @@ class RunOptions:
         """The template of the prompts. Raises ConfigError if it cannot be read."""
         if self.template is None:
             return None
-        from cbatch.batch.templates import JinjaTemplate, PromptTemplate
+        from cbatch.batch.templates import read_template
 
-        is_file = self.template.endswith(TEMPLATE_ENDINGS)
-        return JinjaTemplate(Path(self.template)) if is_file else PromptTemplate(self.template)
+        return read_template(self.template, may_be_constant=self.constant_template)
 
     def check_usage(self) -> None:
         """Raises ConfigError for options that would make every row an error row."""
@@ -180,6 +177,8 @@ class RunOptions:
         for name in ("retry_errors", "recompute_changed", "continue_truncated"):
             if getattr(self, name) and not self.resume:
                 raise ConfigError(f"--{name.replace('_', '-')} needs --resume.")
+        if self.constant_template and self.template is None:
+            raise ConfigError("--constant-template needs --template.")
         if self.resume and self.overwrite:
             raise ConfigError("--resume keeps the rows of the output file, --overwrite drops them; give one of them.")
         if self.continue_truncated and self.max_tokens is None:

@@ -216,7 +216,7 @@ def test_damaged_files_raise(kind: Compression) -> None:
 def test_forms_of_names() -> None:
     """Guards what an ending says, in any case, with and without that of a compression."""
     names = ["a.csv", "a.CSV.gz", "b.tsv.zst", "c.json", "d.parquet", "e.jsonl.gz", "e.ndjson", "x.txt", "-", "gz"]
-    wanted = ["csv", "csv", "tsv", "json", "parquet", "jsonl", "jsonl", "jsonl", "jsonl", "jsonl"]
+    wanted = ["csv", "csv", "tsv", "json", "parquet", "jsonl", "jsonl", "text", "jsonl", "jsonl"]
     assert [input_form(name) for name in names] == wanted
-    assert [output_form(name) for name in names] == ["jsonl" if form == "json" else form for form in wanted]
+    assert [output_form(name) for name in names] == ["jsonl" if form in ("json", "text") else form for form in wanted]
     assert [compression(name) for name in names] == [None, "gz", "zst", None, None, "gz", None, None, None, None]

@@ -72,7 +72,7 @@ def test_the_same_rows_in_every_form(run: Run, tmp_path: Path) -> None:
         writer.writeheader()
         writer.writerows(rows)
     outputs = set()
-    for name, made in (("a.jsonl", "Say: {text}"), ("b.json", template), ("c.csv.gz", "Say: {text}")):
+    for name, made in (("a.jsonl", "Say: {text}"), ("b.json", f"@{template}"), ("c.csv.gz", "Say: {text}")):
         assert run(tmp_path / name, tmp_path / f"{name}.out", template=made) == 0
         outputs.add((tmp_path / f"{name}.out").read_bytes())
     assert len(outputs) == 1 and outputs.pop().count(b"\n") == 6
