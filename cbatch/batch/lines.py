@@ -11,6 +11,7 @@ from typing import IO
 
 from cbatch.base.errors import RequestError, RunFailed, as_error
 from cbatch.base.request import RequestDefaults
+from cbatch.base.units import format_count, word_for
 from cbatch.batch.answer_cache import CacheConfig
 from cbatch.batch.token_journal import TokenJournalConfig
 from cbatch.tools.tool import MAX_TOOL_ROUNDS, Tool
@@ -30,6 +31,7 @@ class Line:
     digest: hash of such a line, which goes into its key
     error:  why there is no row, if that is known already; `data` may then hold the row's `id`
     failure: why its row is not run, whatever is on it; its key is that of the row
+    has_empty_column: whether a column that its prompt uses is empty; not sent to other processes
     tries:  how many tries earlier runs have given its row
     known:  tokens of the outputs of its row that an earlier run has generated
     max_tokens: what holds for its row if the row says nothing, instead of what the options say; for keys of other runs
@@ -43,6 +45,7 @@ class Line:
     known: tuple[tuple[int, ...], ...] = ()
     max_tokens: int | None = None
     failure: str = ""
+    has_empty_column: bool = False
 
     @classmethod
     def of(cls, index: int, data: bytes) -> Line:
@@ -72,6 +75,30 @@ class Line:
         return Line, own
 
 
+class EmptyColumns:
+    """Counts the rows in which a column that the prompt uses is empty, and keeps the first indices."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.first: list[int] = []
+
+    def note(self, line: Line) -> None:
+        if line.has_empty_column:
+            self.rows += 1
+            self.first = sorted([*self.first, line.index])[:5]
+
+    def as_dict(self) -> dict[str, object]:
+        """As --check and --stats show it."""
+        return {"empty_columns": self.rows, "first_empty_columns": self.first}
+
+    def sentence(self, unit: str) -> str:
+        """For people, who count from 1; empty if there are no such rows."""
+        numbers = ", ".join(f"{index + 1:,}" for index in self.first) + (" …" if self.rows > len(self.first) else "")
+        have = f"{format_count(self.rows, 'row')} {word_for(self.rows, 'has', 'have')}"
+        where = f"{word_for(self.rows, unit, f'{unit}s')} {numbers}"
+        return f"{have} nothing in a column that the prompt uses: {where}" if self.rows else ""
+
+
 class LineSpool(Iterator[Line]):
     """Lines that can be taken twice. `rewind` starts them again; it may be called once.
 
@@ -86,13 +113,14 @@ class LineSpool(Iterator[Line]):
     def __next__(self) -> Line:
         if self._is_replayed:
             try:
-                index, data, digest, error = marshal.load(self._kept)
+                index, data, digest, error, is_empty = marshal.load(self._kept)
             except EOFError:
                 return next(self._lines)
-            return Line(index, data, digest, RequestError(*error) if error is not None else None)
+            reason = RequestError(*error) if error is not None else None
+            return Line(index, data, digest, reason, has_empty_column=is_empty)
         line = next(self._lines)
         error = (line.error.code, str(line.error)) if line.error is not None else None
-        marshal.dump((line.index, line.data, line.digest, error), self._kept)
+        marshal.dump((line.index, line.data, line.digest, error, line.has_empty_column), self._kept)
         return line
 
     def rewind(self) -> None:

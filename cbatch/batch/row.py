@@ -86,7 +86,7 @@ class RowOutcome(NamedTuple):
         )
 
 
-SUCCESS, NO_TOKENS = RowOutcome(), Usage()
+SUCCESS, NO_TOKENS, NO_LINE = RowOutcome(), Usage(), Line(0, None)
 
 
 @dataclass(eq=False, slots=True)
@@ -120,7 +120,7 @@ class Row:
     outcome: RowOutcome = SUCCESS
     finished_at: float = 0.0
     completion: Completion | None = None
-    line: Line = field(init=False)
+    line: Line = field(default=NO_LINE, init=False)
     taken_at: float = field(init=False)
     request: Request = field(init=False)
     outputs: OutputProcessor = field(init=False)

@@ -10,6 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import IO, Any
 
 from cbatch.base.errors import ConfigError, RequestError, invalid_row
@@ -46,7 +47,7 @@ def line_of(row: TableRow, template: ColumnTemplate | None, *, is_text: bool = F
     template: makes the prompt; without one, the columns are the fields of a row, as those of a line of JSON
     is_text:  all values are text, so those of fields that are no text are read as JSON
     """
-    columns, error = row.columns, row.error
+    columns, error, is_empty = row.columns, row.error, False
     fields: dict[str, Any] = {}
     try:
         if error is None and is_result(columns):
@@ -63,11 +64,12 @@ def line_of(row: TableRow, template: ColumnTemplate | None, *, is_text: bool = F
                 fields = {"prompt": template.render(columns)}
         elif error is None:
             fields = _fields(columns, is_text=is_text)
+        used = template.names if template is not None else ("prompt",)
+        is_empty = any(isinstance(text := columns.get(name), str) and not text.strip() for name in used)
     except RequestError as raised:
         error = RequestError(raised.code, f"{row.where}: {raised}")
     data = json.dumps({"columns": columns, "row": fields}).encode()
-    made = Line.of(row.index, data)
-    return made if error is None else Line(made.index, made.data, made.digest, error)
+    return replace(Line.of(row.index, data), error=error, has_empty_column=is_empty and error is None)
 
 
 def row_of_line(line: Line, unit: str, *, is_text: bool) -> TableRow:

@@ -65,10 +65,9 @@ def run_batch(
     finally:
         stats.detach()
         if not options.quiet and not isinstance(sys.exception(), ReaderGone):
-            for line in stats.summary(driver):
-                notice(line)
-            if output.note:
-                notice(output.note)
+            for line in (*stats.summary(driver), stats.empty_columns.sentence(row_options.unit), output.note):
+                if line:
+                    notice(line)
 
 
 def _row_options(options: RunOptions, output: RowWriter, driver: BatchDriver) -> RowOptions:

@@ -10,7 +10,7 @@ from typing import Any
 from cbatch.api import Engine
 from cbatch.base.errors import RequestError
 from cbatch.batch.line_processor import LineProcessor
-from cbatch.batch.lines import Line
+from cbatch.batch.lines import EmptyColumns, Line
 from cbatch.cli.common.percentiles import OF_TIMES, percentiles
 from cbatch.cli.run.estimate import RowSample, SampledRow
 from cbatch.requests.completion import Completion
@@ -31,6 +31,7 @@ class InputCheck:
         self._engine, self._processor, self._sample = engine, processor, sample
         self.rows = 0
         self.errors: Counter[str] = Counter()
+        self.empty = EmptyColumns()
         self._shown: list[dict[str, Any]] = []
         self._prompts, self._outputs, self._shared = array("q"), array("q"), array("q")
         self._seen: set[int] = set()
@@ -55,6 +56,7 @@ class InputCheck:
             "first_errors": self._shown,
             "doubled_ids": self._num_doubled,
             "first_doubled_ids": self._doubled,
+            **self.empty.as_dict(),
             "prompt_tokens": _spread(self._prompts),
             "max_new_tokens": _spread(self._outputs),
             "shared_prefix_tokens": shared,
@@ -86,6 +88,7 @@ class InputCheck:
                 shown = {"index": request.index, "id": _short(request.id), "code": error.code, "message": str(error)}
                 self._shown.append(shown)
             return
+        self.empty.note(line)
         self._outputs.append(request.params.n * limit)
         self._prompts.append(len(request.prompt_ids))
         self._shared.append(self._count_shared(request.prompt_ids))

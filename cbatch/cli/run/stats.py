@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from cbatch.base.units import format_count, rounded_s, word_for
 from cbatch.batch.driver import PROMPT_TOKENS_PER_OUTPUT_TOKEN
+from cbatch.batch.lines import EmptyColumns
 from cbatch.batch.row import Row
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.percentiles import percentiles
@@ -60,6 +61,7 @@ class RunStats:
     tries:                  of all rows that were validated, `rows_validated`
     truncated, incomplete_forms, empty: see `RowOutcome`; `unfinished`: rows that are cut off or empty
     rows_from_cache:        rows of which nothing was computed; `reused_tokens`: output tokens from the cache
+    empty_columns:          rows in which a column that the prompt uses is empty
     load_s:                 seconds that loading the model took
     """
 
@@ -74,6 +76,7 @@ class RunStats:
         self.prompt_tokens = self.cached_tokens = self.finished_tokens = self.reused_tokens = self.reasoning_tokens = 0
         self.truncated = self.incomplete_forms = self.empty = self.unfinished = 0
         self.tries = self.rows_validated = self.rows_from_cache = self.rows_continued = 0
+        self.empty_columns = EmptyColumns()
         self.load_s = 0.0
         self._ended: float | None = None
         self._ttft = array("f")
@@ -120,6 +123,7 @@ class RunStats:
         for row in rows:
             outcome = row.outcome
             self.rows += 1
+            self.empty_columns.note(row.line)
             self._ended = max(self._ended or row.finished_at, row.finished_at)
             if outcome.error_code is not None:
                 self.errors[outcome.error_code] += 1
@@ -181,6 +185,7 @@ class RunStats:
             "truncated": self.truncated,
             "incomplete_forms": self.incomplete_forms,
             "empty": self.empty,
+            **self.empty_columns.as_dict(),
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "prefix_hit_rate": round(self.cached_tokens / max(self.prompt_tokens, 1), 4),

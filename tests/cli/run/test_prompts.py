@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import Command
+from tests.support.rows import pipe_of
 
 
 @pytest.fixture(autouse=True)
@@ -52,3 +53,21 @@ def test_a_template_in_a_file(command: Command, monkeypatch: pytest.MonkeyPatch)
     assert command("--raw", "--template", "Hi", "--constant-template") == 0 and prompts(command) == ["Hi", "Hi"]
     monkeypatch.setenv("CBATCH_RUN_TEMPLATE", "{text}!")
     assert command("--raw") == 0 and prompts(command) == ["a!", "b!"]
+
+
+def test_empty_columns_are_told(command: Command) -> None:
+    """Guards empty cells against passing as prompts: counted with their rows, also when a pipe is read twice."""
+    command.source = Path("in.csv")
+    command.source.write_text('text,note\na,\n"",x\n"  ",\nb,\n')
+    template = ("--raw", "--template", "Say: {text}")
+    told = "2 rows have nothing in a column that the prompt uses: rows 2, 3\n"
+    assert command(*template) == 0 and told in command.said()
+    figures = command.figures()
+    assert (figures["empty_columns"], figures["first_empty_columns"]) == (2, [1, 2])
+    assert command(*template, "--check") == 0
+    report = command.report()
+    assert (report["empty_columns"], report["first_empty_columns"], report["bad_rows"]) == (2, [1, 2], 0)
+    command.out.write_bytes(command.lines()[0])
+    with pipe_of(command.source.read_bytes()) as pipe:
+        command.source, command.options = Path(f"/dev/fd/{pipe.fileno()}"), command.options[:-1]
+        assert command(*template, "--resume", "--format", "csv") == 0 and told in command.said()
