@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial, wraps
@@ -177,6 +178,12 @@ def _response_format(name: str, value: object) -> str | None:
     return text if _constraint_of_format(text) else None
 
 
+def _truncation(name: str, value: object) -> str:
+    if not (isinstance(value, str) and re.fullmatch(r"(left|right|middle)(:[1-9]\d{0,8})?", value)):
+        raise _invalid(name, "left, right or middle, or one of them with a number of tokens, such as left:2000", value)
+    return value
+
+
 def _bias(name: str, value: object) -> tuple[tuple[int, float], ...]:
     """Pairs of token id and bias, ordered by id; keys may be strings, as in JSON."""
     pairs = list(value.items() if isinstance(value, Mapping) else value if _is_sequence(value) else [None])
@@ -255,7 +262,7 @@ class Param(Option):
     filters:        `kernels` if it drops unlikely tokens in the fused kernels and in torch, `torch` if only there: rows
                     that ask for it take that path
     is_option:      whether commands have an option of this name; the others are set by --param
-    only_in_run:    whether it asks for more than one text, which a chat cannot show
+    only_in_run:    whether it asks for what a chat cannot show, such as several texts
     """
 
     check: Check
@@ -465,6 +472,15 @@ class SamplingParams:
         (_optional(_text), "string"),
         "The output fits a context-free grammar in llguidance's dialect of Lark.",
         "Its first rule is `start`.",
+    )
+    truncate_prompt: str | None = _param(
+        None,
+        (_optional(_truncation), "`left`, `right` or `middle`, perhaps with `:N`"),
+        "Drop this side of a prompt that is too long; with :N, keep N tokens.",
+        "Tokens of the longest user message are dropped, or of a raw prompt, so that N tokens are left in all, and the "
+        "context has room for `max_tokens`, or for half of it if that is less. The row says how many were dropped.",
+        metavar="left|right|middle[:N]",
+        **_RUN,
     )
     close_forms: bool = _param(
         True,

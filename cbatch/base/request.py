@@ -70,6 +70,7 @@ class Request:
     columns:  columns of its row of output that are asked for (see `requests/columns.py`)
 
     Encoded, by `InputProcessor.encode`:
+    dropped_tokens: of the prompt, as `truncate_prompt` says
     grammar:  compiled constraint of the output (`CompiledGrammar`)
     is_reply: whether the output is a reply in a conversation, which comes apart into reasoning, text and tool calls
     tags:     special tokens that stay in its text, because they tell these apart
@@ -120,6 +121,7 @@ class Request:
     adapter: str = ""
     columns: Sequence[str] = ()
 
+    dropped_tokens: int = 0
     grammar: Any = None
     is_reply: bool = False
     tags: tuple[str, ...] = ()
@@ -161,7 +163,7 @@ class Request:
     def following(self, **changes: Any) -> Request:
         """Another request for the same row, with some fields replaced, to be encoded."""
         if "messages" in changes:
-            changes = {"prompt_ids": (), **changes}
+            changes = {"prompt_ids": (), "dropped_tokens": 0, **changes}
         anew: dict[str, Any] = {"grammar": None, "known": (), "request_id": None, "on_event": None, "unfinished": set()}
         return replace(self, first=self.first or self, **anew, **changes)
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from cbatch.batch.journal import CHECK, KEY_BYTES, SUPERSEDED, Journal
 from cbatch.batch.lines import Line
 from cbatch.batch.row import format_result, format_row
+from cbatch.requests.columns import DROPPED
 from cbatch.requests.row_keys import explain_difference
 
 MOST_LIMITS = 4
@@ -80,7 +81,7 @@ def _body(fields: Fields) -> Fields:
 
 def _outputs(fields: Fields) -> list[Fields]:
     """The outputs of a row; none unless it is the answer to one request, in which only the key depends on the key."""
-    if fields.get("error") is not None or fields.get("tool_messages"):
+    if fields.get("error") is not None or fields.get("tool_messages") or DROPPED in _body(fields):
         return []
     if fields.get("validation", {"tries": 1})["tries"] != 1:
         return []

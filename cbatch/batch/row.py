@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cbatch.base.request import Request
 from cbatch.batch.journal import with_check
 from cbatch.batch.lines import Line
+from cbatch.requests.columns import DROPPED
 from cbatch.requests.completion import Completion, Usage
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class RowOutcome(NamedTuple):
     reasoning_tokens:  of `completion_tokens`
     truncated:         whether an output was cut off; `incomplete_form`: inside a form that it was to have
     empty:             whether an output has neither text nor tool calls. Error rows are none of these
+    dropped_tokens:    of the prompt, which was too long
     """
 
     error_code: str | None = None
@@ -51,6 +53,7 @@ class RowOutcome(NamedTuple):
     truncated: bool = False
     incomplete_form: bool = False
     empty: bool = False
+    dropped_tokens: int = 0
 
     @classmethod
     def of(cls, completion: Completion) -> RowOutcome:
@@ -83,6 +86,7 @@ class RowOutcome(NamedTuple):
             bool(cut),
             completion.has_form and not all(one.closed for one in cut),
             completion.has_text and not is_whole,
+            completion.request_columns.get(DROPPED, 0),
         )
 
 

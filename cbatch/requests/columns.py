@@ -23,13 +23,17 @@ OF_THE_MOMENT = ("cached_tokens", "ttft_s", "elapsed_s", "from_cache")
 """Fields that no two runs have alike: those of `timings`, of which the last is only there if it is true."""
 
 
+DROPPED = "dropped_prompt_tokens"
+"""A field of rows whose prompt was cut, whether it is asked for or not."""
+
+
 def _token_ids(choice: Choice) -> Fields:
     return {"token_ids": list(choice.token_ids)}
 
 
 def _prompt_text(request: Request, tokenizer: ChatTokenizer | None) -> Fields:
     """The text that was tokenized: plain text, or a conversation through the chat template. Of ids, what they say."""
-    if request.text is not None:
+    if request.text is not None and not request.dropped_tokens:
         return {"prompt_text": request.text}
     text = tokenizer.decode(request.prompt_ids, skip_special_tokens=False) if tokenizer is not None else None
     return {"prompt_text": text}

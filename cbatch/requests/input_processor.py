@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, cast
 
 from cbatch.base.chat_template_options import TemplateOptions, effort_variables
 from cbatch.base.errors import RequestError, as_error, invalid_row
@@ -19,6 +19,7 @@ from cbatch.requests.row_keys import KeyMaker, canonical_params
 from cbatch.sample.structured.grammar import CompiledGrammar
 from cbatch.schedule.limits import SequenceLimits
 from cbatch.text.tokenizer import ChatTokenizer
+from cbatch.text.truncation import Side, cut_ids, fit_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +110,7 @@ class InputProcessor:
             limit, limits = None, self._model.limits
             if limits.cache_is_small:  # then the cache may cut off the output earlier than the context
                 with suppress(RequestError):  # `encode` will say it
-                    row.prompt_ids = encoded_ids(row, self._tokenizer, self._model.limits.context)
+                    row.prompt_ids = self._fitting_ids(row)
                     limit = limits.limit_of_cache(len(row.prompt_ids), effective.max_tokens)
             row.key = self._keys.for_row(row, sampling, row.seed, "token_ids" in row.columns, limit)
         return row
@@ -118,7 +119,7 @@ class InputProcessor:
         """Sets a request's token ids and compiles its constraint. Raises RequestError as `request` does."""
         with _locating(request, "the prompt cannot be encoded"):
             tokenizer, params = self._tokenizer, request.params
-            prompt_ids = request.prompt_ids = encoded_ids(request, self._tokenizer, self._model.limits.context)
+            prompt_ids = request.prompt_ids = self._fitting_ids(request)
             self._model.limits.max_new_tokens(len(prompt_ids), at_least=0)  # else many too long ones would wait for it
             request.grammar = self._model.compile(params, request.tools, request.choice)
             if params.bad_words and tokenizer is not None:
@@ -151,6 +152,37 @@ class InputProcessor:
             return self.encode(self.request(row, params))
         except RequestError as error:
             return Completion(row, error=error) if row.key else self.refused(row, error, data())
+
+    def _fitting_ids(self, request: Request) -> Sequence[int]:
+        """The token ids of a prompt, cut if it asks for that. Raises RequestError as `encoded_ids`."""
+        tokenizer, context, asked = self._tokenizer, self.limits.context, request.params.truncate_prompt
+        try:
+            ids = encoded_ids(request, tokenizer, context)
+        except RequestError as error:
+            if asked is None or error.code != "prompt_too_long":
+                raise
+            ids = ()
+        if asked is None:
+            return ids
+        side, _, most = asked.partition(":")
+        answer = context if request.params.max_tokens is None else request.params.max_tokens
+        limit = min(context - min(answer, context // 2), int(most or context))
+        if 0 < len(ids) <= limit:
+            return ids
+        if request.text is None and request.messages is None:
+            request.dropped_tokens = len(ids) - limit
+            return cut_ids(ids, limit, cast(Side, side))
+        assert tokenizer is not None
+        text, ids_with = _longest_text(request, tokenizer, context)
+        starts, count = tokenizer.token_starts, lambda shown: len(ids_with(shown))
+        try:
+            text, request.dropped_tokens = fit_text(text, limit, cast(Side, side), starts=starts, count=count)
+        except RequestError as error:
+            if error.code != "prompt_too_long":
+                raise
+            reason = f"The prompt cannot be cut to {limit:,} tokens: the rest has more without its longest message."
+            raise RequestError("prompt_too_long", reason) from error
+        return ids_with(text)
 
     def _effort_fields(self, params: SamplingParams, has_template: bool) -> dict[str, Any]:
         """Fields for the chat template that say how much to reason. Raises RequestError if it cannot be told."""
@@ -205,6 +237,28 @@ def encoded_ids(request: Request, tokenizer: ChatTokenizer | None, context: int 
     return tokenizer.encode_chat(
         request.messages, tools=tools, template=template, answer=request.answer, context=context
     )
+
+
+def _longest_text(
+    request: Request, tokenizer: ChatTokenizer, context: int
+) -> tuple[str, Callable[[str], Sequence[int]]]:
+    """The text of a prompt that may be cut, and what gives the ids of the prompt with another text in its place.
+
+    It is the longest message of the user, or a raw prompt. Raises RequestError if no message is the user's.
+    """
+    context *= 2  # the first text that is tried may be as long as the context, and so may what surrounds it
+    if (messages := request.messages) is None:
+        return request.text or "", lambda text: encoded_ids(replace(request, text=text), tokenizer, context)
+    ours = [number for number, message in enumerate(messages) if message["role"] == "user"]
+    if not ours:
+        raise RequestError("prompt_too_long", "The prompt is too long, and has no user message that could be cut.")
+    longest = max(ours, key=lambda number: len(messages[number]["content"]))
+
+    def ids_with(text: str) -> Sequence[int]:
+        changed = [*messages[:longest], {**messages[longest], "content": text}, *messages[longest + 1 :]]
+        return encoded_ids(replace(request, messages=changed), tokenizer, context)
+
+    return messages[longest]["content"], ids_with
 
 
 @contextmanager

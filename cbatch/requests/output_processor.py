@@ -243,6 +243,8 @@ class OutputProcessor:
         )
         completion.continued_tokens, completion.reused = self._num_known, Usage(0, self._num_known)
         completion.request_columns = columns.fields("of_request", request.columns, request, self._tokenizer)
+        if request.dropped_tokens:
+            completion.request_columns[columns.DROPPED] = request.dropped_tokens
         return completion
 
     def _choice(self, number: int) -> Choice:

@@ -70,9 +70,8 @@ _REASONS: dict[str, dict[str, list[Any]]] = {
     "give them as system, or as a system message": {"instructions": []},
     "give messages or a prompt": {"input": []},
     "a batch gives whole answers; from Python, engine.stream streams": {"stream": [False]},
-    "a prompt is never cut; shorten it before": {
-        "truncation": ["disabled"], "truncate_prompt_tokens": [], "truncation_side": ["left", "right"],
-        "truncate": [False],
+    "truncate_prompt says the side of a prompt that is dropped, such as left or right:2000": {
+        "truncation": ["disabled"], "truncation_side": ["left"], "truncate": [False],
     },
     "there is no beam search; n gives several outputs": {
         "use_beam_search": [False], "early_stopping": [False], "beam_width": [1], "length_penalty": [1],
@@ -169,6 +168,7 @@ NOTHING = {name: values for names in _REASONS.values() for name, values in names
 _MAY_PASS: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
     "best_of": lambda value, fields: value == fields.get("n"),
     "add_special_tokens": lambda value, fields: value is ("messages" not in fields),
+    "truncation_side": lambda value, fields: value == "right" and fields.get("truncate_prompt_tokens") is None,
     "mirostat_tau": lambda value, fields: not fields.get("mirostat"),
     "mirostat_eta": lambda value, fields: not fields.get("mirostat"),
     "do_sample": lambda value, fields: (
@@ -228,6 +228,13 @@ def _variable(name: str, value: Any) -> dict[str, Any]:
     return {"chat_template_kwargs": {"enable_thinking": value}}
 
 
+def _last_tokens(name: str, value: Any) -> dict[str, Any]:
+    """vLLM: the number of tokens at the end of the prompt that are kept; -1: as many as fit."""
+    if type(value) is not int or (value < 1 and value != -1):
+        raise invalid_row(f"{name} must be a whole number of at least 1, or -1")
+    return {"truncate_prompt": "left" if value == -1 else f"left:{value}"}
+
+
 def _effort(name: str, value: Any) -> dict[str, Any]:
     if value not in EFFORTS:
         raise invalid_row(f"{name} must be one of {', '.join(EFFORTS)}")
@@ -266,6 +273,7 @@ READERS: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     "enable_thinking": _variable,
     "reasoning_effort": _effort,
     "thinking": _thinking,
+    "truncate_prompt_tokens": _last_tokens,
     "thinking_token_budget": lambda name, value: {"thinking_budget": None if value == -1 else value},
     "reasoning": _reasoning,
     "extra_body": partial(_object_of, (*PARAM_NAMES, *TEMPLATE_FIELDS)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
@@ -37,6 +38,9 @@ NUM_OPENING_TOKENS = 12
 
 CHARACTERS_PER_TOKEN, SPARE_CHARACTERS, SPARE_TOKENS = 6, 4096, 256
 """How much of a text is encoded first: enough that ordinary text has more tokens than the context."""
+
+PIECE_CHARACTERS = 2**16
+"""Most characters that are encoded at once if only the places of their tokens are needed."""
 
 
 class ChatTokenizer:
@@ -122,6 +126,22 @@ class ChatTokenizer:
         """
         ids, bos = self._encode(text, context).ids, self._tokenizer.bos_id
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
+
+    def token_starts(self, text: str) -> Sequence[int]:
+        """The character at which each token of a text begins. It is encoded in pieces, since an encoding is large."""
+        starts, begin = array("q"), 0
+        longest = len(self._special[0]) if self._special else 0
+        while begin < len(text):
+            end = min(begin + PIECE_CHARACTERS, len(text))
+            if end < len(text):
+                space = max(text.rfind(" ", begin + 1, end), text.rfind("\n", begin + 1, end))
+                end = space if space > 0 else end
+                specials = self._special_pattern.finditer(text, max(end - longest, begin + 1), end + longest)
+                end = next((one.start() for one in specials if one.start() < end < one.end()), end)
+            encoded = self.backend.encode(text[begin:end], add_special_tokens=False)
+            starts.extend(begin + start for start, _ in encoded.offsets)
+            begin = end
+        return starts
 
     def encode_chat(
         self,

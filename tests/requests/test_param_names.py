@@ -20,7 +20,7 @@ from cbatch.requests.param_names import COLUMN_NAMES, READERS, REFUSED, REST_OF_
 from cbatch.requests.rows import set_defaults
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-UNREAD = ("guided_decoding_backend", "do_sample")
+UNREAD = ("guided_decoding_backend", "do_sample", "truncation_side")
 """Names that stay columns: they only agree with the others."""
 TOLD = {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
 OF_SCHEMA = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
@@ -124,6 +124,9 @@ def test_every_name_of_theirs_is_known(name: str) -> None:
         ({"reasoning": {"effort": "low", "summary": None}}, {"reasoning_effort": "low"}),
         ({"thinking_token_budget": 7}, {"thinking_budget": 7}),
         ({"thinking_token_budget": -1}, {}),
+        ({"truncate_prompt_tokens": 7, "truncation_side": "left"}, {"truncate_prompt": "left:7"}),
+        ({"truncate_prompt_tokens": -1}, {"truncate_prompt": "left"}),
+        ({"truncation_side": "right"}, {}),
         (
             {"thinking": {"type": "enabled", "budget_tokens": 7}},
             {"thinking_budget": 7, "chat_template_kwargs": {"enable_thinking": True}},
@@ -178,6 +181,8 @@ def test_what_is_not_available_says_so(name: str) -> None:
         ({"max_tokens": 3, "num_predict": 4}, "num_predict is 4, but another name of it is 3"),
         ({"guided_json": SCHEMA, "response_format": {"type": "json_object"}}, "another name of it is"),
         ({"enable_thinking": True, "think": False}, "think sets enable_thinking to False, but it is True elsewhere"),
+        ({"truncate_prompt_tokens": 5, "truncation_side": "right"}, "truncation_side is not available"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be a whole number of at least 1, or -1"),
         ({"enable_thinking": 1}, "enable_thinking must be true or false, not a number"),
         ({"reasoning_effort": "very"}, "reasoning_effort must be one of none"),
         ({"think": "low", "reasoning_effort": "high"}, "reasoning_effort is 'high', but another name of it is 'low'"),

@@ -67,6 +67,7 @@ CHANGES: dict[str, Any] = {
     "n": 2,
     "top_k": 4,
     "min_p": 0.1,
+    "truncate_prompt": "left",
     "seed": 8,
     "stop": ["x"],
     "stop_token_ids": [7],

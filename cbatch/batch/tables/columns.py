@@ -11,6 +11,7 @@ from typing import Any
 
 from cbatch.base.errors import RequestError
 from cbatch.batch.journal import CHECK, KEY
+from cbatch.requests.columns import DROPPED
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ LAST = ("key",)
 ALWAYS = (*FIRST, *ANSWER, *LAST)
 """Columns of every table of results. What only some answers have, such as `reasoning`, comes behind `ANSWER`."""
 
-BOOKKEEPING = frozenset(ALWAYS) - {"id", "text"} | {"validation", "reasoning_tokens", "completion_tokens_details"}
+_MORE = {"validation", "reasoning_tokens", "completion_tokens_details", DROPPED}
+BOOKKEEPING = frozenset(ALWAYS) - {"id", "text"} | _MORE
 """Columns that say something about the run and not about the row: a further run does not carry them along."""
 
 Rows = Callable[[], Iterator[bytes]]
@@ -114,8 +116,8 @@ def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
         first = choices[0]
         made["text"] = first["message"].get("content") if "message" in first else first.get("text")
         made |= {"finish_reason": first.get("finish_reason"), "usage": body.get("usage")}
-        if len(choices) > 1:
-            made["choices"] = choices
+        made |= {"choices": choices} if len(choices) > 1 else {}
+        made |= {DROPPED: body[DROPPED]} if DROPPED in body else {}
     return made
 
 

@@ -32,6 +32,7 @@ class InputCheck:
         self.rows = 0
         self.errors: Counter[str] = Counter()
         self.empty = EmptyColumns()
+        self._num_cut = self._num_dropped = 0
         self._shown: list[dict[str, Any]] = []
         self._prompts, self._outputs, self._shared = array("q"), array("q"), array("q")
         self._seen: set[int] = set()
@@ -57,6 +58,8 @@ class InputCheck:
             "doubled_ids": self._num_doubled,
             "first_doubled_ids": self._doubled,
             **self.empty.as_dict(),
+            "cut_prompts": self._num_cut,
+            "dropped_prompt_tokens": self._num_dropped,
             "prompt_tokens": _spread(self._prompts),
             "max_new_tokens": _spread(self._outputs),
             "shared_prefix_tokens": shared,
@@ -89,6 +92,8 @@ class InputCheck:
                 self._shown.append(shown)
             return
         self.empty.note(line)
+        self._num_cut += request.dropped_tokens > 0
+        self._num_dropped += request.dropped_tokens
         self._outputs.append(request.params.n * limit)
         self._prompts.append(len(request.prompt_ids))
         self._shared.append(self._count_shared(request.prompt_ids))

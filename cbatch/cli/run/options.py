@@ -183,6 +183,8 @@ class RunOptions:
             raise ConfigError("--resume keeps the rows of the output file, --overwrite drops them; give one of them.")
         if self.continue_truncated and self.max_tokens is None:
             raise ConfigError("--continue-truncated needs --max-tokens, the limit up to which answers are to go on.")
+        if self.continue_truncated and "truncate_prompt" in own_params(self.sampling.params)[0]:
+            raise ConfigError("--continue-truncated does not go with --truncate-prompt: another limit cuts otherwise.")
         if self.journal_tokens and self.replicas.are_given:
             raise ConfigError("--journal-tokens is for one engine; it does not go with --replicas and --ray.")
         if self.output == "-" and self.output_format not in (None, "jsonl"):

@@ -61,6 +61,7 @@ class RunStats:
     tries:                  of all rows that were validated, `rows_validated`
     truncated, incomplete_forms, empty: see `RowOutcome`; `unfinished`: rows that are cut off or empty
     rows_from_cache:        rows of which nothing was computed; `reused_tokens`: output tokens from the cache
+    cut_prompts:            rows whose prompt was cut, by `dropped_tokens` in all
     empty_columns:          rows in which a column that the prompt uses is empty
     load_s:                 seconds that loading the model took
     """
@@ -77,6 +78,7 @@ class RunStats:
         self.truncated = self.incomplete_forms = self.empty = self.unfinished = 0
         self.tries = self.rows_validated = self.rows_from_cache = self.rows_continued = 0
         self.empty_columns = EmptyColumns()
+        self.cut_prompts = self.dropped_tokens = 0
         self.load_s = 0.0
         self._ended: float | None = None
         self._ttft = array("f")
@@ -131,6 +133,8 @@ class RunStats:
             self.incomplete_forms += outcome.incomplete_form
             self.empty += outcome.empty
             self.unfinished += outcome.truncated or outcome.empty
+            self.cut_prompts += outcome.dropped_tokens > 0
+            self.dropped_tokens += outcome.dropped_tokens
             self.tries += outcome.tries
             self.rows_validated += outcome.tries > 0
             self.rows_from_cache += outcome.from_cache
@@ -186,6 +190,8 @@ class RunStats:
             "incomplete_forms": self.incomplete_forms,
             "empty": self.empty,
             **self.empty_columns.as_dict(),
+            "cut_prompts": self.cut_prompts,
+            "dropped_prompt_tokens": self.dropped_tokens,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "prefix_hit_rate": round(self.cached_tokens / max(self.prompt_tokens, 1), 4),
@@ -226,6 +232,8 @@ class RunStats:
         if more := self.tries - self.rows_validated:
             kept += f", {more:,} further {word_for(more, 'try', 'tries')}"
         cached = f" ({self.cached_tokens:,} cached)" if self.cached_tokens else ""
+        if self.cut_prompts:
+            cached += f", {self.dropped_tokens:,} dropped from {format_count(self.cut_prompts, 'prompt')}"
         waited_s = self._stream.waited_for_consumer_s if self._stream is not None else 0.0
         retried = f", {engines.num_retries:,} retried ({engines.last_error})" if engines.num_retries else ""
         lines = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,3 +72,65 @@ def test_empty_columns_are_told(command: Command) -> None:
     with pipe_of(command.source.read_bytes()) as pipe:
         command.source, command.options = Path(f"/dev/fd/{pipe.fileno()}"), command.options[:-1]
         assert command(*template, "--resume", "--format", "csv") == 0 and told in command.said()
+
+
+LONG = "START" + " world" * 300 + " END"
+SYSTEM = {"role": "system", "content": "<|im_end|>"}
+ROWS: list[Any] = [
+    {"prompt": "short"},
+    {"messages": [SYSTEM, {"role": "user", "content": f"<|im_end|>{LONG}"}, {"role": "user", "content": "hello"}]},
+    {"prompt": LONG, "raw": True},
+    {"prompt": LONG, "truncate_prompt_tokens": 40},
+    {"prompt_token_ids": [5] * 400},
+    {"custom_id": "a", "url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": LONG}]}},
+    {"messages": [{"role": "system", "content": LONG}, {"role": "user", "content": "hello"}]},
+    {"prompt": "hello", "truncate_prompt_tokens": 3},
+]
+TOO_LONG = {6, 7}
+
+
+@pytest.mark.parametrize("spec", ["left", "right", "middle:60"])
+@pytest.mark.parametrize("cache", [(), ("--kv-blocks", "15")])
+def test_prompts_that_are_too_long_are_cut(command: Command, spec: str, cache: tuple[str, ...]) -> None:
+    """Guards --truncate-prompt: the side, the template, which stays whole, room for the answer, and what is told."""
+    code, rows = command.answer(ROWS, "--truncate-prompt", spec, "--max-tokens", "20", *cache)
+    assert code == 1 and {row["index"] for row in rows if (row.get("error") or {}).get("code")} == TOO_LONG
+    assert all(rows[index]["error"]["code"] == "prompt_too_long" for index in TOO_LONG)
+    bodies = [row["response"]["body"] if "response" in row else row for row in rows[:6]]
+    dropped = [body.get("dropped_prompt_tokens", 0) for body in bodies]
+    assert dropped[0] == 0 and all(dropped[1:])
+    room = 60 if ":" in spec else 256 - 20
+    lengths = [body["usage"]["prompt_tokens"] for body in bodies]
+    assert lengths[3] <= 40 and lengths[4] == room and dropped[4] == 400 - room
+    assert all(room - 3 <= lengths[index] <= room for index in (1, 2, 5))
+    chat, raw = bodies[1]["prompt_text"], bodies[2]["prompt_text"]
+    assert chat.startswith("<|im_start|>system\n<|im_end|><|im_end|>\n<|im_start|>user\n")
+    assert chat.endswith("<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n")
+    assert ("START" in raw, raw.endswith(" END"), "[…]" in raw) == {
+        "left": (False, True, False), "right": (True, False, False), "middle:60": (True, True, True),
+    }[spec]  # fmt: skip
+    assert ("<|im_end|>START" in chat) == (spec != "left")
+    figures = command.figures()
+    assert (figures["cut_prompts"], figures["dropped_prompt_tokens"]) == (5, sum(dropped))
+    assert f"{sum(dropped):,} dropped from 5 prompts" in command.said()
+
+
+def test_a_cut_prompt_counts_in_its_key(command: Command) -> None:
+    """Guards --resume against rows of another cut, and --continue-truncated against a prompt that changes."""
+    command.options = command.options[:-1]
+    command.write(ROWS[:3])
+    assert command("--truncate-prompt", "left") == 0
+    assert command("--truncate-prompt", "left", "--resume") == 0 and command.counts() == (3, 0)
+    assert command("--truncate-prompt", "right", "--resume") == 2
+    resumed = ("--truncate-prompt", "left", "--resume", "--continue-truncated")
+    assert command(*resumed) == 2 and "does not go with --truncate-prompt" in command.said()
+    assert command("--truncate-prompt", "up", "--resume") == 2 and "left, right or middle" in command.said()
+
+
+def test_the_check_tells_what_is_cut(command: Command) -> None:
+    """Guards --check: prompts that would be cut are no bad rows, and are counted."""
+    command.write(ROWS[:5])
+    assert command("--check") == 1 and command.report()["bad_rows"] == 3
+    assert command("--check", "--truncate-prompt", "middle") == 0
+    report = command.report()
+    assert report["cut_prompts"] == 4 and report["dropped_prompt_tokens"] > 400
