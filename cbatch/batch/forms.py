@@ -26,6 +26,9 @@ OUTPUT_FORMS: tuple[OutputForm, ...] = get_args(OutputForm)
 TABLES = frozenset(["csv", "tsv", "parquet"])
 """Forms whose rows have columns that the file names once."""
 
+BLANKS = frozenset(["csv", "tsv"])
+"""Forms in which null and empty text are the same empty cell."""
+
 _OUTPUTS: dict[str, OutputForm] = {"csv": "csv", "tsv": "tsv", "tab": "tsv", "parquet": "parquet", "pq": "parquet"}
 _INPUTS: dict[str, InputForm] = {**_OUTPUTS, "json": "json", "txt": "text"}
 _COMPRESSIONS: dict[str, Compression] = {"gz": "gz", "zst": "zst", "zstd": "zst"}

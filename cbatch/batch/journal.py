@@ -9,13 +9,11 @@ from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import IO, Any
 from zlib import crc32
 
-from cbatch.base.errors import ConfigError, os_errors_as
+from cbatch.base.errors import ConfigError
 from cbatch.base.units import format_count
-from cbatch.batch.forms import READ_ERRORS, decompressed
 from cbatch.requests.row_keys import KEY_LENGTH
 
 CHECK = "check"
@@ -30,8 +28,17 @@ def with_check(row: bytes) -> bytes:
 
     row: a JSON object with fields, as a line
     """
-    content = row.rstrip()[:-1]
-    return b'%s%s%08x"}\n' % (content, _BEGINNING, crc32(content))
+    return join_check(row, f"{crc32(row.rstrip()[:-1]):08x}")
+
+
+def join_check(row: bytes, check: str) -> bytes:
+    """A row with a check that it has had before; if that is empty, as an older version wrote it."""
+    return b'%s%s%s"}\n' % (row.rstrip()[:-1], _BEGINNING, check.encode()) if check else row
+
+
+def without_check(row: bytes) -> bytes:
+    """A row with a check, as it was before it had one."""
+    return row[:-_SIZE] + b"}\n"
 
 
 def fits_check(line: bytes) -> bool | None:
@@ -225,22 +232,18 @@ class StoredRow:
 
 
 class StoredRows(ExitStack):
-    """The rows of a file of JSON Lines, which may be compressed; the last one of each index counts.
+    """The rows of a file of JSON Lines; the last one of each index counts.
 
-    Used as a context. Keeps some 40 bytes for each row.
+    Used as a context, which closes the file. Keeps some 40 bytes for each row.
 
     journal: says also which lines are damaged, which are no rows here
     """
 
-    def __init__(self, path: Path) -> None:
-        """Raises ConfigError if the file cannot be read, or no line of it was a row of output."""
+    def __init__(self, file: IO[bytes], name: str) -> None:
+        """Raises ConfigError if no line of the file was a row of output."""
         super().__init__()
-        with os_errors_as(ConfigError, f"Cannot read {path}"):
-            self._file = self.enter_context(path.open("rb"))
-        try:
-            self.journal = Journal.read(decompressed(self._file), str(path))
-        except READ_ERRORS as error:
-            raise ConfigError(f"{path} cannot be read: {error}.") from error
+        self._file = self.enter_context(file)
+        self.journal = Journal.read(self._file, name)
         self._numbers = array("q", self.journal.rows(input_order=True))
 
     def __len__(self) -> int:
@@ -253,7 +256,7 @@ class StoredRows(ExitStack):
         """
         wanted = {self._numbers[place] for place in places}
         self._file.seek(0)
-        for number, line in enumerate(decompressed(self._file)):
+        for number, line in enumerate(self._file):
             if number in wanted:
                 yield StoredRow(self.journal.indices[number], self.journal.key(number), json.loads(line))
                 wanted.remove(number)

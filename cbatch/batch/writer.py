@@ -227,22 +227,30 @@ class FileWriter(RowWriter):
 
         Raises ConfigError, and leaves the file as it is, if there are such rows and they are not to be dropped.
         """
-        if journal.damaged and not how.recompute_changed:
-            raise ConfigError(f"{self._name} has {journal.damage()}. The file is left as it is. {self.if_damaged}.")
         journal.fd = self._fd
+        plan = self._plan(journal, lines, keyed, how, self._name)
+        self._go_on(plan)
+        return plan
+
+    def _plan(self, journal: Journal, lines: Iterator[Line], keyed: Keyed, how: Resuming, name: str) -> ResumePlan:
+        """The plan for the rows of a file with this name. Raises ConfigError as `resume` does."""
+        if journal.damaged and not how.recompute_changed:
+            raise ConfigError(f"{name} has {journal.damage()}. The file is left as it is. {self.if_damaged}.")
         plan = plan_resume(journal, lines, keyed, how)
         if not plan.fits and not how.recompute_changed:
             raise ConfigError(
-                f"{self._name} holds rows that do not fit this run: {plan}. The file is left as it is. "
-                f"{self.if_changed}."
+                f"{name} holds rows that do not fit this run: {plan}. The file is left as it is. {self.if_changed}."
             )
+        return plan
+
+    def _go_on(self, plan: ResumePlan) -> None:
+        journal = plan.journal
         self.start(journal)
         for number in plan.rekeyed:  # are written again with the keys that are in the journal by now
             index, data = journal.indices[number], with_key(journal.row(number), journal.key(number))
             assert data is not None
             journal.indices[number] = SUPERSEDED
             self._append([(index, data)])
-        return plan
 
     def kept_rows(self) -> Iterator[tuple[int, bytes]]:
         """The rows that `resume` has kept, as (index of the line, bytes of the row) in the order of the input."""

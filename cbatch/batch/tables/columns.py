@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntFlag
-from itertools import count
+from itertools import count, takewhile
 from typing import Any
 
 from cbatch.base.errors import RequestError
@@ -39,12 +39,15 @@ FIRST = ("index", "id")
 """Columns that come before those of the input."""
 
 ANSWER = ("text", "finish_reason", "prompt_tokens", "completion_tokens", "total_tokens", "error_code", "error_message")
-LAST = ("key",)
+LAST = ("key", CHECK)
 
 ALWAYS = (*FIRST, *ANSWER, *LAST)
 """Columns of every table of results. What only some answers have, such as `reasoning`, comes behind `ANSWER`."""
 
-_MORE = {"validation", "reasoning_tokens", "completion_tokens_details", DROPPED}
+REST = "rest"
+"""The last column, if the others do not tell all of a row: what its line of JSON has otherwise, as JSON text."""
+
+_MORE = {REST, "validation", "reasoning_tokens", "completion_tokens_details", DROPPED}
 BOOKKEEPING = frozenset(ALWAYS) - {"id", "text"} | _MORE
 """Columns that say something about the run and not about the row: a further run does not carry them along."""
 
@@ -55,7 +58,6 @@ Rows = Callable[[], Iterator[bytes]]
 def split_result(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The columns of the answer in a row of results, and those of the input, which it has under `extra`."""
     answer = dict.fromkeys(ALWAYS) | dict(_plain(fields) if "custom_id" in fields else fields)
-    answer.pop(CHECK, None)  # of the bytes of a line, which a table does not have
     extra = answer.pop("extra", None) or {}
     usage, error = answer.pop("usage", None) or {}, answer.pop("error", None) or {}
     answer |= usage
@@ -72,10 +74,22 @@ def input_names(columns: Iterable[str], taken: Collection[str]) -> dict[str, str
     used = {*taken, *made}
     for name in made:
         if name in taken:
-            numbered = (f"input_{name}{f'_{number}' if number > 1 else ''}" for number in count(1))
-            made[name] = next(free for free in numbered if free not in used)
+            made[name] = next(free for free in _numbered(name) if free not in used)
             used.add(made[name])
     return made
+
+
+def own_names(columns: Iterable[str], taken: Collection[str]) -> dict[str, str]:
+    """The name in the input of each of its columns in a table, as far as the names tell: undoes `input_names`."""
+    made = {name: name for name in columns}
+    for name in taken:
+        if numbered := list(takewhile(made.__contains__, _numbered(name))):
+            made[numbered[-1]] = name
+    return made
+
+
+def _numbered(name: str) -> Iterator[str]:
+    return (f"input_{name}{f'_{number}' if number > 1 else ''}" for number in count(1))
 
 
 def is_result(columns: Mapping[str, Any]) -> bool:
@@ -132,6 +146,9 @@ class Kinds(IntFlag):
     OTHER = 16
 
 
+_ALIKE = (Kinds.BOOL, Kinds.INT, Kinds.FLOAT)
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """A column of the table.
@@ -146,30 +163,31 @@ class Column:
     is_input: bool
     kinds: Kinds
 
+    def typed(self, value: Any) -> Any:
+        """A value in the one type that all values of the column have; what has none in common is text."""
+        if self.kinds == Kinds.FLOAT | Kinds.INT and value is not None:
+            return float(value)
+        return value if self.kinds in _ALIKE else as_text(value)
+
 
 class TableLayout:
-    """Collects the columns of all rows, since a table names them before its first row.
-
-    errors: number of error rows
-    """
+    """Collects the columns of all rows, since a table names them before its first row."""
 
     def __init__(self) -> None:
         self._answer = dict.fromkeys(ALWAYS, Kinds.NONE)
         self._input: dict[str, Kinds] = {}
-        self.errors = 0
 
     def add(self, fields: Mapping[str, Any]) -> None:
         answer, columns = split_result(fields)
-        self.errors += answer["error_code"] is not None
         for seen, values in ((self._answer, answer), (self._input, columns)):
             for name, value in values.items():
                 seen[name] = seen.get(name, Kinds.NONE) | _kind(value)
 
     def columns(self) -> list[Column]:
-        """The columns in their order: index, `id` if a row has one, those of the input, the answer, the key."""
+        """The columns in their order: index, `id` if a row has one, those of the input, the answer, key and check."""
         first = [name for name in FIRST if name != "id" or self._answer[name]]
         more = [name for name in self._answer if name not in ALWAYS]
-        names = input_names(self._input, {*first, *ANSWER, *more, *LAST})
+        names = input_names(self._input, {*first, *ANSWER, *more, *LAST, REST})
         inputs = [Column(names[name], name, True, kinds) for name, kinds in self._input.items()]
         before, after = (
             [Column(name, name, False, self._answer[name]) for name in some]

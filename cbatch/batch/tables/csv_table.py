@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import chain
-from typing import IO
+from typing import IO, Any
 
 from cbatch.base.errors import ConfigError, RequestError, invalid_row
 from cbatch.base.units import format_count
 from cbatch.batch.forms import HEAD_BYTES, Compression, OutputForm, compressed, first_bytes
 from cbatch.batch.lines import BOM, MAX_LINE_BYTES
-from cbatch.batch.tables.columns import Column, Rows, TableRow, as_text, values_of
+from cbatch.batch.tables.columns import Column, Rows, TableRow, as_text
+from cbatch.batch.tables.restored import rows_of_cells, with_rest
 
 csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))  # of the process; `_Lines` bounds records earlier
 
@@ -136,17 +136,19 @@ class _Lines(Iterator[str]):
             return data.decode(errors="replace")
 
 
-def write_text(file: IO[bytes], form: OutputForm, kind: Compression | None, columns: list[Column], rows: Rows) -> None:
-    """Writes CSV, TSV, or the rows as they are. Values that are no text are written as JSON, null as nothing."""
+def write_csv(file: IO[bytes], form: OutputForm, kind: Compression | None, columns: list[Column], rows: Rows) -> None:
+    """Writes CSV or TSV. Values that are no text are written as JSON, null as nothing."""
+    columns = with_rest(rows, columns, _cell, has_blanks=True)
     with closing(compressed(file, kind)) as target:
-        if form == "jsonl":
-            target.writelines(rows())
-            return
         buffer = io.StringIO()  # with a terminator of \r\n, what any reader would take for a line end is quoted
         writer = csv.writer(buffer, delimiter="\t" if form == "tsv" else ",", lineterminator="\r\n")
-        names = [column.name for column in columns]
-        for values in chain([names], (map(as_text, values_of(json.loads(row), columns)) for row in rows())):
-            writer.writerow(values)
+        cells = (values for _, values in rows_of_cells(rows, columns, _cell, has_blanks=True))
+        for values in chain([[column.name for column in columns]], cells):
+            writer.writerow(map(as_text, values))
             target.write(buffer.getvalue().removesuffix("\r\n").encode() + b"\n")
             buffer.seek(0)
             buffer.truncate()
+
+
+def _cell(_: Column, value: Any) -> str:
+    return as_text(value) or ""

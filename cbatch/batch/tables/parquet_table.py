@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from datetime import time
@@ -11,8 +10,9 @@ from typing import IO, Any
 
 from cbatch.base.errors import ConfigError, first_line
 from cbatch.batch.forms import CHUNK, import_pyarrow
-from cbatch.batch.tables.columns import Column, Kinds, Rows, TableRow, as_text, values_of
+from cbatch.batch.tables.columns import Column, Kinds, Rows, TableRow
 from cbatch.batch.tables.csv_table import check_names
+from cbatch.batch.tables.restored import rows_of_cells, with_rest
 from cbatch.batch.templates import as_data
 
 BATCH_ROWS, BATCH_BYTES = 256, 2**24
@@ -124,12 +124,16 @@ def _write_groups(file: IO[bytes], columns: list[Column], rows: Rows, types: Map
     import pyarrow
     from pyarrow import parquet
 
+    def stored(column: Column, value: Any) -> Any:
+        return value if column.is_input and column.source in types else column.typed(value)
+
+    columns = with_rest(rows, columns, stored, has_blanks=False)
     kinds = [types.get(column.source) if column.is_input else None for column in columns]
     schema = pyarrow.schema(
         [(column.name, kind or _inferred(column.kinds)) for column, kind in zip(columns, kinds, strict=True)]
     )
     with parquet.ParquetWriter(file, schema) as writer:
-        for group in _groups(rows(), columns):
+        for group in _groups(rows_of_cells(rows, columns, stored, has_blanks=False)):
             arrays = [
                 _array(values, column, field.type, is_restored=kind is not None)
                 for values, column, field, kind in zip(zip(*group, strict=True), columns, schema, kinds, strict=True)
@@ -137,11 +141,11 @@ def _write_groups(file: IO[bytes], columns: list[Column], rows: Rows, types: Map
             writer.write_table(pyarrow.Table.from_arrays(arrays, schema=schema), row_group_size=GROUP_ROWS)
 
 
-def _groups(rows: Iterator[bytes], columns: list[Column]) -> Iterator[list[list[Any]]]:
+def _groups(rows: Iterator[tuple[bytes, list[Any]]]) -> Iterator[list[list[Any]]]:
     group: list[list[Any]] = []
     size = 0
-    for row in rows:
-        group.append(values_of(json.loads(row), columns))
+    for row, values in rows:
+        group.append(values)
         size += len(row)
         if len(group) == GROUP_ROWS or size >= GROUP_BYTES:
             yield group
@@ -154,7 +158,7 @@ def _array(values: Any, column: Column, kind: Any, *, is_restored: bool) -> Any:
     import pyarrow
 
     if not is_restored:
-        return pyarrow.array(map(as_text, values) if kind == pyarrow.string() else values, kind)
+        return pyarrow.array(map(column.typed, values), kind)
     try:
         if pyarrow.types.is_time(kind):  # pyarrow has no cast for them
             return pyarrow.array([time.fromisoformat(value) if value else None for value in values], kind)

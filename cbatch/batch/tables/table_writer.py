@@ -2,53 +2,74 @@
 
 from __future__ import annotations
 
+import fcntl
+import io
 import json
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from cbatch.base.errors import ConfigError
-from cbatch.batch.forms import READ_ERRORS, Compression, OutputForm, check_output, decompressed
+from cbatch.base.errors import ConfigError, os_errors_as
+from cbatch.batch.forms import BLANKS, READ_ERRORS, Compression, OutputForm, check_output, compressed, decompressed
 from cbatch.batch.journal import Journal
 from cbatch.batch.lines import Line
-from cbatch.batch.resume import KEEP, Keyed, ResumePlan, Resuming, plan_resume
-from cbatch.batch.tables.columns import TableLayout, is_result
-from cbatch.batch.tables.csv_table import CsvTable, write_text
+from cbatch.batch.resume import KEEP, Keyed, ResumePlan, Resuming
+from cbatch.batch.tables.columns import Rows, TableLayout, TableRow, is_result
+from cbatch.batch.tables.csv_table import CsvTable, write_csv
 from cbatch.batch.tables.parquet_table import ParquetTable, write_parquet
+from cbatch.batch.tables.restored import restored
 from cbatch.batch.token_journal import token_journal_of
 from cbatch.batch.writer import FileWriter, require_file
 
 
-def read_keys(path: Path, name: str, form: OutputForm) -> Journal:
-    """A journal that knows which rows a table holds, and not where. Raises ConfigError if it is no table of results."""
-    journal = Journal()
-    try:
-        with path.open("rb") as file:
-            if form == "jsonl":
-                return Journal.read(decompressed(file), name)
-            delimiter = "\t" if form == "tsv" else ","
-            table = ParquetTable(file, name) if form == "parquet" else CsvTable(decompressed(file), name, delimiter)
-            for row in table.rows():
-                columns = row.columns
-                if not is_result(columns):
-                    raise ConfigError(f"{name} is not a table of results; --overwrite replaces it.")
-                journal.append(int(columns["index"]), 0)
-                journal.keys += bytes.fromhex(columns["key"])
-                journal.failed.append(bool(columns.get("error_code")))
-    except READ_ERRORS as error:
-        raise ConfigError(f"{name} cannot be read: {error}.") from error
-    return journal
+def open_results(path: Path, form: OutputForm) -> IO[bytes]:
+    """The rows of a file of results as lines of JSON, in an unnamed copy unless the file has just those.
+
+    Raises ConfigError if it cannot be read, or is a table of something else.
+    """
+    with ExitStack() as opened, os_errors_as(ConfigError, f"Cannot read {path}"):
+        file = opened.enter_context(path.open("rb"))
+        try:
+            rows = decompressed(file) if form == "jsonl" else _restored_lines(file, str(path), form)
+            if rows is file:
+                opened.pop_all()
+                return file
+            lines = tempfile.TemporaryFile()  # noqa: SIM115
+            lines.writelines(rows)
+        except READ_ERRORS as error:
+            raise ConfigError(f"{path} cannot be read: {error}.") from error
+        lines.seek(0)
+        return lines
+
+
+def _restored_lines(file: IO[bytes], name: str, form: OutputForm) -> Iterator[bytes]:
+    for row in result_rows(file, name, form):
+        cells = row.columns
+        if row.error is None and is_result(cells):
+            yield restored(cells, has_blanks=form in BLANKS)
+        else:
+            yield json.dumps(cells).encode() + b"\n"  # which is no row of output, so that it counts as damaged
+
+
+def result_rows(file: IO[bytes], name: str, form: OutputForm) -> Iterator[TableRow]:
+    """The rows of a table of results of any form. Raises ConfigError if it has not got their columns."""
+    delimiter = "\t" if form == "tsv" else ","
+    table = ParquetTable(file, name) if form == "parquet" else CsvTable(decompressed(file), name, delimiter)
+    if not {"index", "text", "key"} <= set(table.names):
+        raise ConfigError(f"{name} is not a table of results.")
+    return table.rows()
 
 
 JOURNAL_ENDING = ".journal.jsonl"
 
 
 class TableWriter(FileWriter):
-    """Appends rows to a journal beside the table, and makes the table of it at the end.
-
-    The journal is removed then, unless it has error rows, which --retry-errors may run again.
-    """
+    """Appends rows to a journal beside the table, and makes the table of it at the end, which replaces the journal."""
 
     _completes = "make the table of"
 
@@ -71,6 +92,8 @@ class TableWriter(FileWriter):
         self._table_path = path.resolve()
         self._form, self._compression, self._types = form, compression, types or {}
         self._is_complete = False
+        self._rows: IO[bytes] = io.BytesIO()
+        """Those of a finished table."""
         super().__init__(journal_of(self._table_path), input_order=input_order)
         self._name = self._place = str(self._path if path.is_symlink() else journal_of(path))
         self._final_name = str(path)
@@ -81,29 +104,37 @@ class TableWriter(FileWriter):
         return self._has_journal or (self._table_path.is_file() and self._table_path.stat().st_size > 0)
 
     def journal(self) -> Journal:
-        """Reads the journal; or the keys of the table, if the journal was removed because all rows are good."""
-        return super().journal() if self._has_journal else read_keys(self._table_path, self._final_name, self._form)
+        """Reads the journal; or, if there is none because the table is finished, what the table was made of."""
+        if self._has_journal:
+            return super().journal()
+        self._rows = open_results(self._table_path, self._form)
+        return Journal.read(self._rows, self._final_name)
 
     def resume(self, journal: Journal, lines: Iterator[Line], keyed: Keyed, how: Resuming = KEEP) -> ResumePlan:
-        """The same for a finished table whose journal was removed, if all its rows fit: nothing can be added to it."""
+        """The same for a finished table, which is left alone if there is nothing to do, and else a journal again."""
         if self._has_journal:
             return super().resume(journal, lines, keyed, how)
-        plan = plan_resume(journal, lines, keyed, how._replace(max_tokens=None))
-        if journal.damaged:
-            problem = f"It has {journal.damage()}"
-        elif not plan.fits:
-            problem = f"It holds rows that do not fit this run: {plan}"
-        elif plan.rows < len(journal.indices):
-            problem = "It holds error rows"
-        elif next(lines, None) is not None:
-            problem = "The input has rows that it does not hold"
-        else:
-            self._is_complete = True
-            return plan
-        raise ConfigError(
-            f"{self._final_name} is finished, and its journal, which a run could continue, is gone. {problem}. "
-            "The file is left as it is; --overwrite starts again."
-        )
+        journal.fd = self._rows.fileno()
+        plan = self._plan(journal, lines, keyed, how, self._final_name)
+        is_whole = plan.rows == len(journal.indices) and not plan.rekeyed
+        self._is_complete = is_whole and next(lines, None) is None
+        if not self._is_complete:
+            self._restore_journal()
+            self._go_on(plan)
+        return plan
+
+    def _restore_journal(self) -> None:
+        """Puts the rows of the table into the journal at once, so that a kill leaves all of them or none."""
+        self._rows.seek(0)
+        with os_errors_as(ConfigError, f"Cannot write {self._name}"):
+            with self._replacing(self._path, self._table_path.stat()) as target:
+                shutil.copyfileobj(self._rows, target)
+            made = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+            try:
+                fcntl.flock(made, fcntl.LOCK_EX | fcntl.LOCK_NB)  # before the lock on the empty one is given up
+                os.dup2(made, self._fd, inheritable=False)
+            finally:
+                os.close(made)
 
     def finish(self, raise_if_interrupted: Callable[[], None]) -> None:
         if self._is_complete:
@@ -113,20 +144,28 @@ class TableWriter(FileWriter):
 
     def _complete(self, raise_if_interrupted: Callable[[], None]) -> None:
         rows = partial(self._ordered_rows, raise_if_interrupted)
-        layout = TableLayout()
-        for row in rows():
-            layout.add(json.loads(row))
-        columns = layout.columns()
         like = self._table_path if self._table_path.exists() else self._path
         with self._replacing(self._table_path, like.stat()) as target:
-            if self._form == "parquet":
-                write_parquet(target, columns, rows, self._types)
-            else:
-                write_text(target, self._form, self._compression, columns, rows)
-        if layout.errors:
-            self.note = f"{self._name} stays beside the table: --resume --retry-errors runs its error rows again"
-        else:
-            self._path.unlink()
+            write_results(target, self._form, self._compression, rows, self._types)
+        self._path.unlink()
+
+
+def write_results(
+    file: IO[bytes], form: OutputForm, kind: Compression | None, rows: Rows, types: Mapping[str, Any]
+) -> None:
+    """Writes rows of results in some form.  types: see `TableWriter`"""
+    if form == "jsonl":
+        with closing(compressed(file, kind)) as target:
+            target.writelines(rows())
+        return
+    layout = TableLayout()
+    for row in rows():
+        layout.add(json.loads(row))
+    columns = layout.columns()
+    if form == "parquet":
+        write_parquet(file, columns, rows, types)
+    else:
+        write_csv(file, form, kind, columns, rows)
 
 
 def journal_of(table: Path) -> Path:

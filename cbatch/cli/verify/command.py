@@ -35,17 +35,18 @@ if TYPE_CHECKING:
 def verify(**values: Any) -> Literal[0, 1, 2]:
     """Run a sample of the rows of OUT again, alone and together, and say which of them differ and where first.
 
-    OUT is what cbatch run wrote (JSON Lines, compressed or not). Give the options of that run: rows that were made
+    OUT is what cbatch run wrote, in any form. Give the options of that run: rows that were made
     with others are counted, and not run. A report goes to stdout as JSON. The exit code is 0 if all rows are equal, 1
     if some differ or are damaged, and 2 if some cannot be compared.
     """
     from cbatch.batch.journal import StoredRows
+    from cbatch.batch.tables.table_writer import open_results
 
     options = VerifyOptions.from_values(values)
     options.check_usage()
     run = options.run
     report: Report | FileReport
-    with StoredRows(Path(run.output)) as stored:
+    with StoredRows(open_results(Path(run.output), run.output_form), run.output) as stored:
         source = open_input(run) if options.prompts is not None else None
         if source is None or options.offline:
             from cbatch.cli.verify.offline import check_file

@@ -98,8 +98,3 @@ class VerifyOptions:
                 "Give the input of the run that made OUT as --prompts IN; or --offline, which only reads OUT."
             )
         self.run.sampling.check()
-        if self.run.output_form != "jsonl":
-            raise ConfigError(
-                f"{self.run.output} is a table, which has only a part of each row; cbatch verify reads JSON Lines, "
-                "compressed or not (--output-format jsonl, if it is that)."
-            )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Iterator
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from typing import Any
@@ -13,7 +12,8 @@ from typing import Any
 import pytest
 
 from cbatch.base.errors import ConfigError
-from cbatch.batch.tables.columns import Column, Kinds, TableLayout
+from cbatch.batch.row import format_result
+from cbatch.batch.tables.columns import TableLayout
 from cbatch.batch.tables.parquet_table import ParquetTable, write_parquet
 
 pyarrow = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
@@ -81,7 +81,7 @@ def test_values_are_those_of_json() -> None:
 def written(rows: list[dict[str, Any]], types: dict[str, Any]) -> Any:
     """The table of results whose columns are these."""
     layout = TableLayout()
-    results = [json.dumps({"index": number, "extra": row, "key": ""}).encode() for number, row in enumerate(rows)]
+    results = [format_result({"index": number, "text": "", "extra": row}) for number, row in enumerate(rows)]
     for result in results:
         layout.add(json.loads(result))
     file = io.BytesIO()
@@ -120,17 +120,8 @@ def test_a_value_that_does_not_fit_its_old_type() -> None:
 def test_groups_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards memory: rows are written in groups."""
     monkeypatch.setattr("cbatch.batch.tables.parquet_table.GROUP_ROWS", 2)
-    file = io.BytesIO()
-    rows: list[bytes] = [b'{"extra": {"x": %d}}' % number for number in range(5)]
-
-    def again() -> Iterator[bytes]:
-        return iter(rows)
-
-    write_parquet(file, [Column("x", "x", True, Kinds.INT)], again, {})
-    file.seek(0)
-    assert parquet.ParquetFile(file).num_row_groups == 3
-    file.seek(0)
-    assert parquet.read_table(file).column("x").to_pylist() == list(range(5))
+    made = written([{"x": number} for number in range(5)], {})
+    assert made.column("x").num_chunks == 3 and made.column("x").to_pylist() == list(range(5))
 
 
 def test_what_is_no_parquet_file() -> None:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cbatch.base.errors import ConfigError, Interrupted
 from cbatch.batch.forms import Compression, OutputForm
+from cbatch.batch.journal import Journal
 from cbatch.batch.lines import Line
 from cbatch.batch.resume import Resuming
 from cbatch.batch.row import Row, format_result
 from cbatch.batch.tables.columns import ALWAYS, input_names, split_result
-from cbatch.batch.tables.table_writer import TableWriter, journal_of
+from cbatch.batch.tables.table_writer import TableWriter, journal_of, open_results, write_results
 
 KEY = "0123456789abcdef" * 2
 ROW = {
@@ -52,7 +56,7 @@ def test_a_row_as_columns() -> None:
     message = {"index": 0, "message": {"role": "assistant", "content": "Paris"}, "finish_reason": "stop"}
     body = {"choices": [message], "usage": ROW["usage"]}
     line = {"id": "batch_req_1", "custom_id": "a", "response": {"body": body}, "error": None, "index": 3, "key": KEY}
-    assert split_result(line)[0] == answer
+    assert split_result(line)[0] == answer | {"check": None}
     assert set(answer) == set(failed) == set(ALWAYS)
 
 
@@ -94,7 +98,7 @@ def test_a_table_in_the_order_of_the_input(tmp_path: Path) -> None:
     assert write(tmp_path / "out.csv", ROWS) == ""
     first, second, third = read(tmp_path / "out.csv")
     own, usage = "index city input_text n tags flag text finish_reason", "prompt_tokens completion_tokens total_tokens"
-    assert list(first) == f"{own} {usage} error_code error_message key".split()
+    assert list(first) == f"{own} {usage} error_code error_message key check rest".split()
     assert (first["city"], first["input_text"], first["text"], first["key"]) == ('"', "mine", "t0", KEYS[0])
     assert (second["city"], second["n"], second["tags"]) == ("x,\r\n", "1.0", "")
     assert (third["tags"], third["flag"]) == ('["a"]', "true")
@@ -151,8 +155,8 @@ def test_a_damaged_row_is_noticed(tmp_path: Path) -> None:
     write(path, ROWS, "jsonl", "gz")
     data = gzip.decompress(path.read_bytes()).replace(b"mine", b"mice")
     path.write_bytes(gzip.compress(data))
-    with TableWriter(path, "jsonl", "gz") as writer, pytest.raises(ConfigError, match=r"It has 1 damaged line \(first"):
-        writer.resume(writer.journal(), lines(3), keyed, Resuming(recompute_changed=True))
+    with TableWriter(path, "jsonl", "gz") as writer, pytest.raises(ConfigError, match=r"gz has 1 damaged line \(first"):
+        writer.resume(writer.journal(), lines(3), keyed)
     journal_of(path).write_bytes(data)
     with TableWriter(path, "jsonl", "gz") as writer:
         with pytest.raises(ConfigError, match=r"journal.jsonl has 1 damaged line .*--recompute-changed removes"):
@@ -164,32 +168,92 @@ def test_a_damaged_row_is_noticed(tmp_path: Path) -> None:
     assert gzip.decompress(path.read_bytes()) == data.replace(b"mice", b"mine")
 
 
-def test_error_rows_keep_the_journal(tmp_path: Path) -> None:
-    """Guards --retry-errors behind a finished table: its journal stays until all rows are good."""
+def test_a_finished_table_goes_on(tmp_path: Path) -> None:
+    """Guards --resume of a finished table: error rows, new lines and changed keys run, and the rest is as it was."""
     path = tmp_path / "out.csv"
-    assert "--retry-errors" in write(path, [row(0), row(1, error=True)])
-    assert read(path)[1]["error_code"] == "c" and journal_of(path).exists()
-    with TableWriter(path, "csv") as writer:
-        assert list(writer.resume(writer.journal(), lines(2), keyed, Resuming(retry_errors=True)).kept) == [1]
-        writer.write([row(1)])
-        writer.finish(lambda: None)
-    assert read(path)[1]["text"] == "t1" and not journal_of(path).exists()
-
-
-def test_a_finished_table_is_left_alone(tmp_path: Path) -> None:
-    """Guards --resume in a loop: a table whose rows all fit is done; one that does not fit is refused, untouched."""
-    path = tmp_path / "out.csv"
-    write(path, ROWS)
-    before = path.read_bytes()
+    write(path, [ROWS[1], row(1, error=True)])
     with TableWriter(path, "csv") as writer:
         with pytest.raises(ConfigError, match=r"out.csv exists and is not empty"):
             writer.check_empty()
-        assert writer.has_content and writer.resume(writer.journal(), lines(3), keyed).rows == 3
+        assert list(writer.resume(writer.journal(), lines(2), keyed).kept) == [1, 1]
         writer.finish(lambda: None)
-    for count, why in ((4, "The input has rows that it does not hold"), (2, "lines that the input does not have")):
-        with TableWriter(path, "csv") as writer, pytest.raises(ConfigError, match=f"{why}.*--overwrite starts again"):
-            writer.resume(writer.journal(), lines(count), keyed, Resuming(recompute_changed=True))
-    path.with_name("mine.csv").write_text("a,b\n1,2\n")
-    with TableWriter(tmp_path / "mine.csv", "csv") as writer, pytest.raises(ConfigError, match="not a table of res"):
-        writer.journal()
-    assert path.read_bytes() == before and not journal_of(path).exists()
+    assert not journal_of(path).exists()
+    with TableWriter(path, "csv") as writer:
+        assert list(writer.resume(writer.journal(), lines(3), keyed, Resuming(retry_errors=True)).kept) == [1]
+        assert journal_of(path).read_bytes().startswith(ROWS[1].data)
+        with pytest.raises(ConfigError, match="Another run is writing"):
+            TableWriter(path, "csv")
+        writer.write([ROWS[0], ROWS[2]])
+        writer.finish(lambda: None)
+    whole = path.read_bytes()
+    assert not journal_of(path).exists() and write(tmp_path / "b.csv", ROWS) == ""
+    assert whole == (tmp_path / "b.csv").read_bytes()
+    with TableWriter(path, "csv") as writer:
+        with pytest.raises(ConfigError, match=r"out.csv holds rows that do not fit .*--recompute-changed runs changed"):
+            writer.resume(writer.journal(), lines(2), keyed)
+        assert path.read_bytes() == whole and not journal_of(path).read_bytes()
+        assert writer.resume(writer.journal(), lines(2), keyed, Resuming(recompute_changed=True)).rows == 2
+        writer.finish(lambda: None)
+    assert len(read(path)) == 2
+
+
+def test_a_table_of_an_older_version_goes_on(tmp_path: Path) -> None:
+    """Guards tables without a check: their rows are kept as they stand, and get one."""
+    path = tmp_path / "out.csv"
+    write(path, ROWS[:2])
+    rows = read(path)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(
+            file, [name for name in rows[0] if name not in ("check", "rest")], extrasaction="ignore"
+        )
+        writer.writeheader()
+        writer.writerows(rows)
+    with TableWriter(path, "csv") as output:
+        assert output.resume(output.journal(), lines(3), keyed).rows == 2
+        output.write(ROWS[2:])
+        output.finish(lambda: None)
+    assert [one | {"check": "", "rest": ""} for one in read(path)[:2]] == [
+        one | {"check": "", "rest": "", "tags": "", "flag": ""} for one in rows
+    ]
+    with open_results(path, "csv") as file:
+        assert not Journal.read(file, "").damaged
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+NAMES = st.sampled_from(["a", "text", "input_text", "input_text_2", "key", "rest", "1"])
+RESULTS = st.fixed_dictionaries(
+    {"id": st.none() | st.integers() | st.text(max_size=3), "text": st.none() | st.text(max_size=5)},
+    optional={"stop_reason": st.text(max_size=3), "choices": st.lists(VALUES, max_size=2), "strange": VALUES,
+              "extra": st.dictionaries(NAMES, VALUES, max_size=3)},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+@given(results=st.lists(RESULTS, min_size=1, max_size=4), error=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_a_table_gives_its_rows_back(form: OutputForm, results: list[dict[str, Any]], error: bool) -> None:
+    """Guards verify, --resume and convert of tables: whatever stands in rows, their bytes come back."""
+    if form == "parquet":
+        pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+    usage = {"prompt_tokens": 2, "total_tokens": 3}
+    usage = {"prompt_tokens": 2, "total_tokens": 3}
+    rows = [
+        format_result({"index": number, **result, "usage": usage, "key": KEYS[number]})
+        for number, result in enumerate(results)
+    ]
+    rows += [row(len(rows), error=True).data] * error
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "out")
+        with path.open("wb+") as file:
+            write_results(file, form, None, lambda: iter(rows), {})
+        with open_results(path, form) as found:
+            assert list(found) == rows
+        if form == "csv" and isinstance(results[0]["text"], str) and "\0" not in str(results):
+            data = path.read_bytes()
+            path.write_bytes(data.replace(KEYS[0].encode() + b",", KEYS[1].encode() + b","))
+            with open_results(path, form) as found:
+                assert list(Journal.read(found, "").damaged) == [0]

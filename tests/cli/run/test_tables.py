@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from cbatch.cli.main import run_command
 from tests.support.command import Command
 from tests.support.faults import wait_until
 from tests.support.fork_server import ForkServer, KillPoint
@@ -141,3 +142,25 @@ def test_a_killed_run_of_tables_is_resumed(runs: ForkServer, command: Command, t
         assert journal.exists() and command.out.exists() == (point.name == "after replace")
     for _ in range(2):  # the second time, there is nothing left to do
         assert command("--resume") == 0 and command.data == whole and not journal.exists()
+
+
+@pytest.mark.parametrize("ending", ["csv.gz", "parquet"])
+def test_a_finished_table_is_verified_and_goes_on(run: Run, command: Command, tmp_path: Path, ending: str) -> None:
+    """Guards tables against dead ends: they are verified, and resumed with more rows and with other options."""
+    if ending == "parquet":
+        pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+    source, out, whole = write_csv(tmp_path / "in.csv", 5), tmp_path / f"out.{ending}", tmp_path / f"whole.{ending}"
+    assert run(source, out) == 0
+    options = [*map(str, command.options), "-m", str(command.model), "--template", "Say: {text}", "--sample", "100%"]
+    assert run_command(["verify", str(out), "--prompts", str(source), *options]) == 0
+    assert command.report()["equal"] == 5
+    assert run_command(["verify", str(out), "--prompts", str(source), *options, "--offline"]) == 0
+    command.printed.readouterr()
+    write_csv(source, 7)
+    assert run(source, out, "--resume") == 0 and command.counts() == (5, 2)
+    before = out.read_bytes()
+    assert run(source, out, "--resume", "--max-tokens", "4") == 2 and out.read_bytes() == before
+    assert f"{out} holds rows that do not fit this run: 7 made with other sampling" in command.said()
+    assert run(source, out, "--resume", "--max-tokens", "4", "--recompute-changed") == 0 and command.counts() == (0, 7)
+    assert run(source, whole, "--max-tokens", "4") == 0 and whole.read_bytes() == out.read_bytes()
+    assert not list(tmp_path.glob("*.journal.jsonl"))

@@ -260,7 +260,7 @@ def test_what_cannot_be_run_again_is_left_out(verify: Verify, rows: list[dict[st
     ("name", "content", "sentence"),
     [
         ("none.jsonl", None, "Cannot read"),
-        ("out.csv", b"index,text\n", "is a table, which has only a part of each row"),
+        ("out.csv", b"index,text\n", "is not a table of results"),
         ("torn.jsonl.gz", gzip.compress(b"x" * 99, mtime=0)[:-9], "cannot be read"),
     ],
 )
