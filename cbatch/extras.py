@@ -24,6 +24,7 @@ EXTRAS = {
     "llguidance": ("structured", "Structured output needs"),
     "matplotlib": ("plot", "Pictures need"),
     "mcp": ("mcp", "Servers of tools need"),
+    "openpyxl": ("excel", "Workbooks (.xlsx) need"),
     "pyarrow": ("tables", "Parquet and zstd need"),
     "ray": ("ray", "--ray needs the package"),
 }

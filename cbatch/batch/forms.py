@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import re
+import tempfile
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,21 +17,24 @@ from urllib.parse import unquote, urlsplit
 from cbatch.base.errors import ConfigError
 from cbatch.extras import missing_package
 
-InputForm = Literal["jsonl", "text", "csv", "tsv", "json", "parquet"]
-OutputForm = Literal["jsonl", "csv", "tsv", "parquet"]
+InputForm = Literal["jsonl", "text", "csv", "tsv", "json", "parquet", "xlsx"]
+OutputForm = Literal["jsonl", "csv", "tsv", "json", "parquet", "xlsx"]
 Compression = Literal["gz", "zst"]
 
 INPUT_FORMS: tuple[InputForm, ...] = get_args(InputForm)
 OUTPUT_FORMS: tuple[OutputForm, ...] = get_args(OutputForm)
 
-TABLES = frozenset(["csv", "tsv", "parquet"])
+TABLES = frozenset(["csv", "tsv", "parquet", "xlsx"])
 """Forms whose rows have columns that the file names once."""
 
-BLANKS = frozenset(["csv", "tsv"])
+BLANKS = frozenset(["csv", "tsv", "xlsx"])
 """Forms in which null and empty text are the same empty cell."""
 
-_OUTPUTS: dict[str, OutputForm] = {"csv": "csv", "tsv": "tsv", "tab": "tsv", "parquet": "parquet", "pq": "parquet"}
-_INPUTS: dict[str, InputForm] = {**_OUTPUTS, "json": "json", "txt": "text"}
+_FORMS: dict[str, OutputForm] = {
+    **{"jsonl": "jsonl", "ndjson": "jsonl", "csv": "csv", "tsv": "tsv", "tab": "tsv", "json": "json"},
+    **{"parquet": "parquet", "pq": "parquet", "xlsx": "xlsx"},
+}
+_INPUTS: dict[str, InputForm] = {**_FORMS, "txt": "text"}
 _COMPRESSIONS: dict[str, Compression] = {"gz": "gz", "zst": "zst", "zstd": "zst"}
 
 
@@ -57,8 +61,14 @@ def _begins_with_object(path: Path) -> bool:
 
 
 def output_form(name: str) -> OutputForm:
-    """The form of an output, from its name. Other endings, such as `.json`, are JSON Lines."""
-    return _OUTPUTS.get(_endings(name)[0], "jsonl")
+    """The form of an output, from its name; without an ending, JSON Lines. Raises ConfigError for another ending."""
+    ending = _endings(name)[0]
+    if ending and ending not in _FORMS:
+        known = ", ".join(f".{one}" for one in _FORMS)
+        raise ConfigError(
+            f"{name}: no form of results ends in .{ending}. Take one of {known}; or say the form (--output-format)."
+        )
+    return _FORMS.get(ending, "jsonl")
 
 
 def compression(name: str) -> Compression | None:
@@ -72,9 +82,9 @@ def unit_of(form: InputForm) -> str:
 
 
 def _endings(name: str) -> tuple[str, Compression | None]:
-    stem, dot, ending = file_name(name).lower().rpartition(".")
-    found = _COMPRESSIONS.get(ending) if dot else None
-    return (stem.rpartition(".")[2] if found else ending), found
+    *_, form, ending = ["", "", *(one[1:] for one in Path(file_name(name).lower()).suffixes)]
+    found = _COMPRESSIONS.get(ending)
+    return (form if found else ending), found
 
 
 def is_remote(name: str) -> bool:
@@ -121,7 +131,7 @@ def decompressed(stream: IO[bytes]) -> IO[bytes]:
         return stream
     if (own := _own_zstd()) is not None:
         return cast(IO[bytes], own.ZstdFile(stream, "rb"))
-    pyarrow = import_pyarrow("zstd")
+    pyarrow = import_package("pyarrow", "zstd needs")
     source = pyarrow.CompressedInputStream(pyarrow.PythonFile(_Unclosed(stream), "r"), "zstd")
     return io.BufferedReader(source, CHUNK)  # pyarrow's stream knows no lines
 
@@ -135,27 +145,38 @@ def compressed(file: IO[bytes], kind: Compression | None) -> IO[bytes]:
     if kind == "zst":
         if (own := _own_zstd()) is not None:
             return cast(IO[bytes], own.ZstdFile(file, "wb"))
-        pyarrow = import_pyarrow("zstd")
+        pyarrow = import_package("pyarrow", "zstd needs")
         return cast(IO[bytes], pyarrow.CompressedOutputStream(pyarrow.PythonFile(_Unclosed(file), "w"), "zstd"))
     return cast(IO[bytes], io.BufferedWriter(cast(io.RawIOBase, _Unclosed(file)), 2**20))
 
 
 def check_output(form: OutputForm, kind: Compression | None) -> None:
     """Raises ConfigError if what is needed to write such a file is not installed, or it is no form at all."""
-    if form == "parquet":
-        import_pyarrow("Parquet")
+    if form in ("parquet", "xlsx"):
+        import_package(*("pyarrow", "Parquet needs") if form == "parquet" else ("openpyxl",))
         if kind is not None:
-            raise ConfigError("Parquet is compressed inside: give the output a name that ends with .parquet.")
+            raise ConfigError(f"A {form} file is compressed inside: give the output a name that ends with .{form}.")
     if kind == "zst" and _own_zstd() is None:
-        import_pyarrow("zstd")
+        import_package("pyarrow", "zstd needs")
 
 
-def import_pyarrow(what: str) -> Any:
-    """The package pyarrow, for `what`. Raises ConfigError if it is not installed."""
+def import_package(package: str, use: str = "") -> Any:
+    """A package of `EXTRAS`. Raises ConfigError if it is not installed.  use: see `missing_package`"""
     try:
-        return importlib.import_module("pyarrow")
+        return importlib.import_module(package)
     except ImportError as error:
-        raise ConfigError(missing_package("pyarrow", f"{what} needs")) from error
+        raise ConfigError(missing_package(package, use)) from error
+
+
+def seekable(stream: IO[bytes]) -> IO[bytes]:
+    """The stream, or a temporary copy of it: some forms begin with their end."""
+    if stream.seekable():
+        return stream
+    copy = tempfile.TemporaryFile()  # noqa: SIM115  # closed when it is freed
+    while data := stream.read(CHUNK):
+        copy.write(data)
+    copy.seek(0)
+    return copy
 
 
 def _own_zstd() -> Any:

@@ -249,6 +249,11 @@ class StoredRows(ExitStack):
     def __len__(self) -> int:
         return len(self._numbers)
 
+    def in_order(self) -> Iterator[tuple[int, bytes]]:
+        """The rows by their indices, each with it."""
+        self.journal.fd = self._file.fileno()
+        return ((self.journal.indices[number], self.journal.row(number)) for number in self._numbers)
+
     def read(self, places: Iterable[int]) -> Iterator[StoredRow]:
         """Yields some of the rows in the order of the file.
 

@@ -17,7 +17,7 @@ from cbatch.base.errors import CbatchError, EngineError, Interrupted, ReaderGone
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.exits import EXIT_FATAL, EXIT_PIPE, EXIT_USAGE, SIGNALS, raise_interrupted
 
-COMMANDS = ("run", "verify", "chat", "bench", "info", "models")
+COMMANDS = ("run", "verify", "convert", "chat", "bench", "info", "models")
 """Each is made in a module `command` of its own folder."""
 
 

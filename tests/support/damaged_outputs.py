@@ -17,6 +17,7 @@ from cbatch.base.errors import ConfigError
 from cbatch.batch.answer_cache import FILE_NAME
 from cbatch.batch.engine_driver import EngineDriver
 from cbatch.batch.row import format_result
+from cbatch.batch.tables.table_writer import open_results
 from cbatch.cli.chat.background_run import parse_run_options
 from cbatch.cli.common.console import show_progress
 from cbatch.cli.run.batch_run import run_batch
@@ -174,7 +175,9 @@ class DamageTest:
         self._resume = self._parsed("--resume", *made.resume)
         self._recompute = self._parsed("--resume", *made.resume, "--recompute-changed")
         self.whole, self._finished_before = self._out.read_bytes(), b""
-        # The journal of a table is kept because of the error rows.
+        if kind == "table":  # as if the run had been broken off before the table was made
+            with open_results(self._out, "csv") as made_of:
+                self._damaged.write_bytes(made_of.read())
         rows = self.whole if kind != "table" else self._damaged.read_bytes()
         self._rows = sorted(rows.splitlines(keepends=True), key=lambda row: int(json.loads(row)["index"]))
         self._left = self._broken_off() if kind == "tokens" else self._damaged.read_bytes()

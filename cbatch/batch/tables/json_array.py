@@ -1,15 +1,19 @@
-"""Reads a JSON array one element at a time, in bounded memory: what stands between its commas is a row."""
+"""JSON arrays: read one element at a time, in bounded memory, and written. Between the commas stand rows."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
-from typing import IO
+from typing import IO, Any
 
-from cbatch.batch.forms import CHUNK
+from cbatch.batch.forms import CHUNK, Compression, compressed
 from cbatch.batch.lines import BOM, MAX_LINE_BYTES, Line, line_digest
+from cbatch.batch.row import format_row
+from cbatch.batch.tables.columns import Column, Rows
+from cbatch.batch.tables.restored import rows_of_cells, with_rest
 
 _OTHER, _OPENING, _CLOSING, _COMMA, _QUOTE = range(5)
 _KINDS = bytes.maketrans(
@@ -112,3 +116,18 @@ class _Scanner:
             return None
         index, self.index = self.index, self.index + 1
         return Line(index, data) if digest is None else Line(index, None, digest.digest())
+
+
+def write_array(file: IO[bytes], kind: Compression | None, columns: list[Column], rows: Rows) -> None:
+    """Writes an array of flat objects, each with all columns on a line of its own."""
+    columns = with_rest(rows, columns, _stored, has_blanks=False)
+    names, separator = [column.name for column in columns], b"[\n"
+    with closing(compressed(file, kind)) as target:
+        for _, values in rows_of_cells(rows, columns, _stored, has_blanks=False):
+            target.write(separator + format_row(dict(zip(names, values, strict=True))).rstrip())
+            separator = b",\n"
+        target.write(b"\n]\n" if separator == b",\n" else b"[]\n")
+
+
+def _stored(_: Column, value: Any) -> Any:
+    return value

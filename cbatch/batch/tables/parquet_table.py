@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import base64
-import tempfile
 from collections.abc import Iterator, Mapping
 from datetime import time
 from typing import IO, Any
 
 from cbatch.base.errors import ConfigError, first_line
-from cbatch.batch.forms import CHUNK, import_pyarrow
+from cbatch.batch.forms import CHUNK, import_package, seekable
 from cbatch.batch.tables.columns import Column, Kinds, Rows, TableRow
 from cbatch.batch.tables.csv_table import check_names
 from cbatch.batch.tables.restored import rows_of_cells, with_rest
@@ -32,11 +31,11 @@ class ParquetTable:
 
     def __init__(self, stream: IO[bytes], name: str) -> None:
         """Raises ConfigError if pyarrow is not installed or the file is no Parquet file."""
-        arrow = import_pyarrow("Parquet")
+        arrow = import_package("pyarrow", "Parquet needs")
         from pyarrow import parquet
 
         try:
-            self._file = parquet.ParquetFile(_seekable(stream), buffer_size=CHUNK, pre_buffer=False)
+            self._file = parquet.ParquetFile(seekable(stream), buffer_size=CHUNK, pre_buffer=False)
         except (arrow.ArrowException, OSError) as error:
             raise ConfigError(f"{name} is not a Parquet file: {first_line(error).rstrip('.')}.") from error
         schema = self._file.schema_arrow
@@ -86,17 +85,6 @@ def _text(value: bytes) -> str:
         return value.decode()
     except UnicodeDecodeError:
         return base64.b64encode(value).decode()
-
-
-def _seekable(stream: IO[bytes]) -> IO[bytes]:
-    """The stream, or a temporary copy of it: Parquet begins with its end."""
-    if stream.seekable():
-        return stream
-    copy = tempfile.TemporaryFile()  # noqa: SIM115  # closed when it is freed
-    while data := stream.read(CHUNK):
-        copy.write(data)
-    copy.seek(0)
-    return copy
 
 
 def write_parquet(file: IO[bytes], columns: list[Column], rows: Rows, types: Mapping[str, Any]) -> None:

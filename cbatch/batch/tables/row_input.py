@@ -1,4 +1,4 @@
-"""Reads the rows of an input: JSON Lines, text, CSV, TSV, a JSON array or Parquet, compressed or not.
+"""Reads the rows of an input: JSON Lines, text, CSV, TSV, a JSON array, Parquet or a workbook, compressed or not.
 
 Rows of tables become lines of JSON, so that they are keyed, sent to replicas and resumed like the lines of a file.
 """
@@ -33,6 +33,7 @@ from cbatch.batch.tables.columns import TableRow, as_text, carried_columns, earl
 from cbatch.batch.tables.csv_table import CsvTable
 from cbatch.batch.tables.json_array import NO_ARRAY, read_array
 from cbatch.batch.tables.parquet_table import ParquetTable
+from cbatch.batch.tables.workbook import WorkbookTable
 from cbatch.batch.templates import ColumnTemplate, PromptTemplate
 from cbatch.requests.param_names import REFUSED
 from cbatch.requests.rows import ID_FIELDS, KNOWN, PROMPT_FIELDS
@@ -124,7 +125,7 @@ def _value(text: str) -> Any:
 
 _MISTAKES = {
     b"PAR1": "it is a Parquet file: --format parquet reads it",
-    b"PK\x03\x04": "it is a zip archive or a workbook: unpack it, or save the workbook as CSV",
+    b"PK\x03\x04": "it is a zip archive or a workbook: unpack it, or read the workbook with --format xlsx",
     b"BZh": "it is compressed with bzip2: unpack it, or compress it with gzip or zstd",
     b"\xfd7zXZ": "it is compressed with xz: unpack it, or compress it with gzip or zstd",
 }
@@ -132,6 +133,18 @@ _MISTAKES = {
 
 _PAGE = re.compile(rb"\s*<(!doctype\s+)?html\b", re.IGNORECASE)
 _ARRAY = re.compile(rb"\s*\[\s*(?:\{|\n)")
+
+
+Table = CsvTable | ParquetTable | WorkbookTable
+
+
+def open_table(stream: IO[bytes], name: str, form: InputForm, delimiter: str | None = None) -> Table:
+    """A table of a form in `TABLES`. Raises ConfigError if it is none.  delimiter: of CSV; see `CsvTable`"""
+    if form == "parquet":
+        return ParquetTable(stream, name)
+    if form == "xlsx":
+        return WorkbookTable(stream, name)
+    return CsvTable(decompressed(stream), name, "\t" if form == "tsv" else delimiter)
 
 
 class RowInput:
@@ -190,7 +203,8 @@ class RowInput:
         """About how many rows there are, for a display of progress; None if only reading them all would tell."""
         if self._num_rows is not None:
             return self._shard.size(self._num_rows)
-        if self._start != 0 or self._form == "json" or not stat.S_ISREG(os.fstat(self.stream.fileno()).st_mode):
+        is_file = self._start == 0 and stat.S_ISREG(os.fstat(self.stream.fileno()).st_mode)
+        if not is_file or self._form in ("json", "xlsx"):
             return None
         has_quotes = self._form in TABLES
         lines = quotes = place = 0
@@ -213,7 +227,7 @@ class RowInput:
                 line = line_of(row_of_line(line, unit, is_text=is_text), self._template)
             yield line
 
-    def _open_table(self) -> CsvTable | ParquetTable | None:
+    def _open_table(self) -> Table | None:
         """The table, or None for a form without a head, whose beginning is looked at. Raises ConfigError."""
         try:
             opened = self._open()
@@ -221,12 +235,12 @@ class RowInput:
             raise ConfigError(f"{self.name} cannot be read: {error}.") from error
         return None if isinstance(opened, Iterator) else opened
 
-    def _open(self) -> CsvTable | ParquetTable | Iterator[Line]:
+    def _open(self) -> Table | Iterator[Line]:
         """The input from its beginning. Raises ValueError if its first bytes are those of another form."""
         if self._start is not None:
             self.stream.seek(self._start)
-        if self._form == "parquet":
-            return ParquetTable(self.stream, self.name)
+        if self._form in ("parquet", "xlsx"):
+            return open_table(self.stream, self.name, self._form)
         stream = decompressed(self.stream)
         head = first_bytes(stream, HEAD_BYTES)
         text = head.removeprefix(BOM)
@@ -238,7 +252,7 @@ class RowInput:
         if self._form == "jsonl" and _ARRAY.match(text):
             raise ValueError("it is a JSON array: --format json reads one")
         if self._form in TABLES:
-            return CsvTable(stream, self.name, "\t" if self._form == "tsv" else None)
+            return open_table(stream, self.name, self._form)
         starts = text.lstrip()[:1]
         if self._form == "json" and (self._is_sure or starts != b"{"):
             if starts not in (b"[", b""):

@@ -8,9 +8,10 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,10 +20,13 @@ from cbatch.batch.forms import BLANKS, READ_ERRORS, Compression, OutputForm, che
 from cbatch.batch.journal import Journal
 from cbatch.batch.lines import Line
 from cbatch.batch.resume import KEEP, Keyed, ResumePlan, Resuming
-from cbatch.batch.tables.columns import Rows, TableLayout, TableRow, is_result
-from cbatch.batch.tables.csv_table import CsvTable, write_csv
-from cbatch.batch.tables.parquet_table import ParquetTable, write_parquet
+from cbatch.batch.tables.columns import ALWAYS, Rows, TableLayout, TableRow, is_result
+from cbatch.batch.tables.csv_table import write_csv
+from cbatch.batch.tables.json_array import read_array, write_array
+from cbatch.batch.tables.parquet_table import write_parquet
 from cbatch.batch.tables.restored import restored
+from cbatch.batch.tables.row_input import open_table, row_of_line
+from cbatch.batch.tables.workbook import write_workbook
 from cbatch.batch.token_journal import token_journal_of
 from cbatch.batch.writer import FileWriter, require_file
 
@@ -58,11 +62,18 @@ def _restored_lines(file: IO[bytes], name: str, form: OutputForm) -> Iterator[by
 
 def result_rows(file: IO[bytes], name: str, form: OutputForm) -> Iterator[TableRow]:
     """The rows of a table of results of any form. Raises ConfigError if it has not got their columns."""
-    delimiter = "\t" if form == "tsv" else ","
-    table = ParquetTable(file, name) if form == "parquet" else CsvTable(decompressed(file), name, delimiter)
-    if not {"index", "text", "key"} <= set(table.names):
+    names: Iterable[str]
+    if form == "json":
+        found = (row_of_line(line, "row", is_text=False) for line in read_array(decompressed(file)))
+        first = next(found, None)
+        rows: Iterator[TableRow] = chain(filter(None, [first]), found)
+        names = first.columns if first is not None else ALWAYS
+    else:
+        table = open_table(file, name, form, ",")
+        rows, names = table.rows(), table.names
+    if not {"index", "text", "key"} <= set(names):
         raise ConfigError(f"{name} is not a table of results.")
-    return table.rows()
+    return rows
 
 
 JOURNAL_ENDING = ".journal.jsonl"
@@ -164,6 +175,10 @@ def write_results(
     columns = layout.columns()
     if form == "parquet":
         write_parquet(file, columns, rows, types)
+    elif form == "xlsx":
+        write_workbook(file, columns, rows)
+    elif form == "json":
+        write_array(file, kind, columns, rows)
     else:
         write_csv(file, form, kind, columns, rows)
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 @replica_options
 @preset_option
 def run(**values: Any) -> Literal[0, 1]:
-    """Generate an answer for every row of INPUT (JSON Lines, CSV, TSV, a JSON array, Parquet; - is stdin).
+    """Generate an answer for every row of INPUT (JSON Lines, CSV, TSV, JSON array, Parquet, xlsx; - is stdin).
 
     A row is {"prompt": ...}, {"messages": [...]}, {"prompt_token_ids": [...]} or an OpenAI Batch request, and may
     set sampling parameters of its own. Every row gives one row of output; a bad row gives an error row, and the

@@ -104,7 +104,7 @@ def test_what_is_no_shard(text: str) -> None:
         (b"\xef\xbb\xbf[\n  {}\n]", "jsonl", "--format json reads one"),
         (b'{"prompt": "a"}', "json", "--format jsonl reads an object a line"),
         (b"PAR1....", "csv", "--format parquet reads it"),
-        (b"PK\x03\x04....", "jsonl", "save the workbook as CSV"),
+        (b"PK\x03\x04....", "jsonl", "read the workbook with --format xlsx"),
         (b"BZh91AY", "csv", "compress it with gzip or zstd"),
         (b"id,name\n1,2\n", "csv", "has no column 'prompt' .it has id, name.*--template 'Summarise: {name}'"),
         (b"\x1f\x8bbroken", "csv", "cannot be read"),
@@ -215,8 +215,13 @@ def test_damaged_files_raise(kind: Compression) -> None:
 
 def test_forms_of_names() -> None:
     """Guards what an ending says, in any case, with and without that of a compression."""
-    names = ["a.csv", "a.CSV.gz", "b.tsv.zst", "c.json", "d.parquet", "e.jsonl.gz", "e.ndjson", "x.txt", "-", "gz"]
-    wanted = ["csv", "csv", "tsv", "json", "parquet", "jsonl", "jsonl", "text", "jsonl", "jsonl"]
+    names = ["a.csv", "a.CSV.gz", "b.tsv.zst", "c.json", "d.parquet", "e.jsonl.gz", "e.ndjson", "b.x/-", "-", "gz"]
+    wanted = ["csv", "csv", "tsv", "json", "parquet", "jsonl", "jsonl", "jsonl", "jsonl", "jsonl"]
     assert [input_form(name) for name in names] == wanted
-    assert [output_form(name) for name in names] == ["jsonl" if form in ("json", "text") else form for form in wanted]
+    assert [output_form(name) for name in names] == wanted
+    assert input_form("a.xlsx") == output_form("a.xlsx") == "xlsx"
+    assert input_form("x.txt") == input_form("x.txt.gz") == "text"
+    for name in ("x.txt", "x.jsnol", "x.txt.gz"):
+        with pytest.raises(ConfigError, match=f"{name}: no form of results ends in .*--output-format"):
+            output_form(name)
     assert [compression(name) for name in names] == [None, "gz", "zst", None, None, "gz", None, None, None, None]

@@ -232,13 +232,14 @@ RESULTS = st.fixed_dictionaries(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["csv", "parquet"])
+@pytest.mark.parametrize("form", ["csv", "json", "parquet", "xlsx"])
 @given(results=st.lists(RESULTS, min_size=1, max_size=4), error=st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_a_table_gives_its_rows_back(form: OutputForm, results: list[dict[str, Any]], error: bool) -> None:
     """Guards verify, --resume and convert of tables: whatever stands in rows, their bytes come back."""
-    if form == "parquet":
-        pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+    if form in ("parquet", "xlsx"):
+        package = "pyarrow" if form == "parquet" else "openpyxl"
+        pytest.importorskip(package, reason=f"this form needs {package}")
     usage = {"prompt_tokens": 2, "total_tokens": 3}
     usage = {"prompt_tokens": 2, "total_tokens": 3}
     rows = [

@@ -32,7 +32,7 @@ NO_MODEL = ["-m", "/no/such/model"]
         "matplotlib: bench --plot {rows}.pictures",
         "matplotlib: bench --users 3 --report {rows}.html",
         "ray: bench --ray auto",
-        "ray: run {rows} -o {rows}.out --ray auto",
+        "ray: run {rows} -o {rows}.jsonl --ray auto",
     ],
 )
 def test_a_missing_package_is_told_at_the_start(

@@ -74,8 +74,8 @@ def test_the_same_rows_in_every_form(run: Run, tmp_path: Path) -> None:
         writer.writerows(rows)
     outputs = set()
     for name, made in (("a.jsonl", "Say: {text}"), ("b.json", f"@{template}"), ("c.csv.gz", "Say: {text}")):
-        assert run(tmp_path / name, tmp_path / f"{name}.out", template=made) == 0
-        outputs.add((tmp_path / f"{name}.out").read_bytes())
+        assert run(tmp_path / name, tmp_path / f"{name}.jsonl", template=made) == 0
+        outputs.add((tmp_path / f"{name}.jsonl").read_bytes())
     assert len(outputs) == 1 and outputs.pop().count(b"\n") == 6
 
 
@@ -164,3 +164,23 @@ def test_a_finished_table_is_verified_and_goes_on(run: Run, command: Command, tm
     assert run(source, out, "--resume", "--max-tokens", "4", "--recompute-changed") == 0 and command.counts() == (0, 7)
     assert run(source, whole, "--max-tokens", "4") == 0 and whole.read_bytes() == out.read_bytes()
     assert not list(tmp_path.glob("*.journal.jsonl"))
+
+
+def test_workbooks_and_arrays(run: Run, tmp_path: Path) -> None:
+    """Guards xlsx and JSON arrays, in and out: what looks like a formula is text, and numbers are numbers."""
+    openpyxl = pytest.importorskip("openpyxl", reason="workbooks need openpyxl")
+    book = openpyxl.Workbook()
+    for cells in (["id", "text", "n"], ["a", "hello", 3], [], ["b", "two\nlines", 0.5]):
+        book.active.append(cells)
+    book.save(tmp_path / "in.xlsx")
+    assert run(tmp_path / "in.xlsx", tmp_path / "out.xlsx") == run(tmp_path / "in.xlsx", tmp_path / "out.json") == 0
+    made = json.loads((tmp_path / "out.json").read_text())
+    assert [(row["id"], row["input_text"], row["n"]) for row in made] == [("a", "hello", 3), ("b", "two\nlines", 0.5)]
+    names, *rows = openpyxl.load_workbook(tmp_path / "out.xlsx").active.iter_rows(values_only=True)
+    assert [dict(zip(names, row, strict=True)) for row in rows] == made
+    (tmp_path / "in.json").write_text(json.dumps([{"text": "=1+1", "note": "x" * 40_000}]))
+    assert run(tmp_path / "in.json", tmp_path / "long.xlsx", "--overwrite", template="{text}") == 3
+    assert (tmp_path / "long.xlsx.journal.jsonl").exists()
+    (tmp_path / "in.json").write_text(json.dumps([{"text": "=1+1", "note": "a\r\n_x0041_\x01"}]))
+    assert run(tmp_path / "in.json", tmp_path / "long.xlsx", "--overwrite", template="{text}") == 0
+    assert openpyxl.load_workbook(tmp_path / "long.xlsx").active["B2"].data_type == "s"

@@ -1,0 +1,55 @@
+"""`cbatch convert`: results in other forms, which are still verified and resumed."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from cbatch.batch.row import format_result
+from cbatch.cli.main import run_command
+
+KEYS = [f"{number:032x}" for number in range(3)]
+ROWS = [
+    format_result({"index": 0, "id": "a", "text": "täxt", "finish_reason": "stop", "usage": {}, "key": KEYS[0]}),
+    format_result({"index": 1, "id": 7, "error": {"code": "c", "message": "m"}, "key": KEYS[1], "extra": {"n": 1.5}}),
+    format_result({"id": "b", "custom_id": "x", "response": {"body": {}}, "error": None, "index": 2, "key": KEYS[2]}),
+]
+
+
+@pytest.mark.parametrize("name", ["out.csv", "out.tsv.gz", "out.json", "out.parquet", "out.xlsx", "out.jsonl.gz"])
+def test_there_and_back(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards rows of all kinds through each form: the same bytes come back, and verify takes what is between."""
+    if name.endswith(("parquet", "xlsx")):
+        package = "pyarrow" if name.endswith("parquet") else "openpyxl"
+        pytest.importorskip(package, reason=f"this form needs {package}")
+    source, there, back = tmp_path / "in.jsonl", tmp_path / name, tmp_path / "back.jsonl"
+    source.write_bytes(b"".join(reversed(ROWS)))
+    assert run_command(["convert", str(source), str(there)]) == 0
+    assert capsys.readouterr().err == f"cbatch: {there}: 3 rows\n"
+    assert run_command(["verify", str(there), "--offline"]) == 0
+    assert run_command(["convert", str(there), str(back), "-q"]) == 0 and back.read_bytes() == b"".join(ROWS)
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", name, "back.jsonl"}
+
+
+def test_what_is_not_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards files that are there, damaged rows, torn ones, unknown endings, and leftovers of what failed."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.csv"
+
+    def convert(data: bytes, *arguments: object) -> tuple[int, str]:
+        source.write_bytes(data)
+        return run_command(["convert", str(source), *map(str, arguments)]), capsys.readouterr().err
+
+    assert convert(ROWS[0] + ROWS[1][:20], out) == (
+        1,
+        f"cbatch: {out}: 1 row\ncbatch: {source} ends with a torn row, which is left out: "
+        "a run has ended there, or is writing it\n",
+    )
+    before = out.read_bytes()
+    assert convert(ROWS[0], out) == (2, f"cbatch: {out} exists and is not empty; --overwrite replaces it.\n")
+    code, said = convert(ROWS[0] + ROWS[1].replace(b"1.5", b"1.6"), out, "--overwrite")
+    assert code == 2 and "in.jsonl has 1 damaged line (first: line 2" in said and out.read_bytes() == before
+    assert convert(ROWS[0], out, "--overwrite")[0] == 0 and convert(gzip.compress(ROWS[0]), tmp_path / "b.csv")[0] == 0
+    assert convert(ROWS[0], source)[0] == convert(ROWS[0], "-")[0] == convert(ROWS[0], tmp_path / "out.xml")[0] == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.csv", "b.csv"}
