@@ -6,7 +6,7 @@ import json
 import os
 import re
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import IO, Any
@@ -73,6 +73,7 @@ class Journal:
     starts:  offset of each row in the file
     keys:    KEY_BYTES for each row
     failed:  whether each row is an error row
+    columns: digest of the columns that each row carries along
     tries:   of error rows that were validated, by their number
     end:     offset after the last whole line; the rest of the file is a torn row
     torn:    bytes of a torn row at the end
@@ -86,6 +87,7 @@ class Journal:
     starts: array[int] = field(default_factory=lambda: array("q"))
     keys: bytearray = field(default_factory=bytearray)
     failed: bytearray = field(default_factory=bytearray)
+    columns: array[int] = field(default_factory=lambda: array("q"))
     tries: dict[int, int] = field(default_factory=dict)
     end: int = 0
     torn: int = 0
@@ -156,19 +158,21 @@ class Journal:
         """Adds the next line of the file. Returns whether it is a row of output, or was one before it was damaged."""
         number, is_checked = len(self.indices), fits_check(line)
         try:
-            index, key, is_error, tries = _parse(line, is_checked, may_be_older=self.first_checked is None)
+            index, key, is_error, tries, columns = _parse(line, is_checked, may_be_older=self.first_checked is None)
         except ValueError as error:
             self.damaged[number] = str(error)
             if line.endswith(b"\n"):  # else it is cut off
                 self._add(SUPERSEDED, len(line))
                 self.keys += bytes(KEY_BYTES)
                 self.failed.append(False)
+                self.columns.append(0)
             return _CHECK.search(line) is not None or (b'"index":' in line and _KEY_FIELD.search(line) is not None)
         if is_checked and self.first_checked is None:
             self.first_checked = number
         self._add(index, len(line))
         self.keys += key
         self.failed.append(is_error)
+        self.columns.append(columns)
         if tries:
             self.tries[number] = tries
         return True
@@ -179,8 +183,13 @@ class Journal:
         self.end += size
 
 
-def _parse(line: bytes, is_checked: bool | None, *, may_be_older: bool) -> tuple[int, bytes, bool, int]:
-    """Index, key, whether it is an error row, and how many tries it has had then.
+def columns_digest(columns: Mapping[str, Any]) -> int:
+    """A hash of columns that a row carries along; of this process, and in no order."""
+    return hash(json.dumps(columns, sort_keys=True)) if columns else 0
+
+
+def _parse(line: bytes, is_checked: bool | None, *, may_be_older: bool) -> tuple[int, bytes, bool, int, int]:
+    """Index, key, whether it is an error row, how many tries it has had then, and the digest of its columns.
 
     Raises ValueError, with a reason, for what is not a row of output, or not as it was written.
 
@@ -202,7 +211,8 @@ def _parse(line: bytes, is_checked: bool | None, *, may_be_older: bool) -> tuple
         raise ValueError("not as it was written: it does not end with a check")
     is_error, validation = fields.get("error") is not None, fields.get("validation")
     tries = validation.get("tries") if is_error and isinstance(validation, dict) else 0
-    return index, bytes.fromhex(key), is_error, tries if type(tries) is int else 0
+    digest = columns_digest(fields.get("extra") or {})
+    return index, bytes.fromhex(key), is_error, tries if type(tries) is int else 0, digest
 
 
 def _is_torn(line: bytes) -> bool:

@@ -5,36 +5,11 @@ from __future__ import annotations
 from cbatch.base.errors import RequestError
 from cbatch.base.outputs import KnownOutput
 from cbatch.base.request import Request
-from cbatch.base.strict_json import parse_json_object
-from cbatch.batch.lines import DEFAULT_OPTIONS, Line, RowOptions, place_of
+from cbatch.batch.lines import DEFAULT_OPTIONS, Line, RowOptions, parse_line
 from cbatch.batch.rounds import nth_try
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.requests.completion import Completion
 from cbatch.requests.input_processor import InputProcessor
-from cbatch.requests.rows import fill_row, fill_with_columns
-
-
-def parse_line(line: Line, options: RowOptions = DEFAULT_OPTIONS) -> Request:
-    """Reads one line. Does not raise: whatever is wrong with the line is the row's `error`."""
-    row = Request(index=line.index, where=place_of(line.index, options.unit))
-    try:
-        text = line.text(row.where)
-        if options.is_text:
-            row.text = text
-        else:
-            fields = parse_json_object(text, row.where, "a row")
-            if options.has_columns:
-                fill_with_columns(row, fields["row"], fields["columns"], allow_unknown=options.allow_unknown)
-            else:
-                fill_row(row, fields, allow_unknown=options.allow_unknown)
-    except RequestError as error:
-        row.error = error
-    except Exception as unforeseen:  # one line that breaks something harms no other
-        row = Request(index=row.index, where=row.where)
-        row.error = row.invalid(f"the row cannot be read: {unforeseen!r}", "internal_error")
-    if line.error is not None:
-        row.error = line.error
-    return row
 
 
 class LineProcessor:
@@ -81,6 +56,8 @@ class LineProcessor:
             row.tool_rounds = options.max_tool_rounds
         if options.validation is not None:
             row.tries, row.validation = line.tries, options.validation.identity
+        if line.carried is not None:
+            row.extra = line.carried
         if line.max_tokens is not None:
             row.given.setdefault("max_tokens", line.max_tokens)
         return row

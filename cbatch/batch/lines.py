@@ -7,13 +7,15 @@ import marshal
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, Any
 
 from cbatch.base.errors import RequestError, RunFailed, as_error
-from cbatch.base.request import RequestDefaults
+from cbatch.base.request import Request, RequestDefaults
+from cbatch.base.strict_json import parse_json_object
 from cbatch.base.units import format_count, word_for
 from cbatch.batch.answer_cache import CacheConfig
 from cbatch.batch.token_journal import TokenJournalConfig
+from cbatch.requests.rows import fill_row, fill_with_columns
 from cbatch.tools.tool import MAX_TOOL_ROUNDS, Tool
 from cbatch.validation.validation import Validation
 
@@ -35,6 +37,7 @@ class Line:
     tries:  how many tries earlier runs have given its row
     known:  tokens of the outputs of its row that an earlier run has generated
     max_tokens: what holds for its row if the row says nothing, instead of what the options say; for keys of other runs
+    carried: columns that its row is to carry along instead of its own; for keys of other runs, too
     """
 
     index: int
@@ -45,6 +48,7 @@ class Line:
     known: tuple[tuple[int, ...], ...] = ()
     max_tokens: int | None = None
     failure: str = ""
+    carried: dict[str, Any] | None = None
     has_empty_column: bool = False
 
     @classmethod
@@ -72,7 +76,7 @@ class Line:
     def __reduce__(self) -> tuple[type[Line], tuple[object, ...]]:
         # Quicker than what a frozen dataclass does.
         own = (self.index, self.data, self.digest, self.error, self.tries, self.known, self.max_tokens, self.failure)
-        return Line, own
+        return Line, (*own, self.carried)
 
 
 class EmptyColumns:
@@ -210,3 +214,26 @@ class RowOptions:
 
 
 DEFAULT_OPTIONS = RowOptions()
+
+
+def parse_line(line: Line, options: RowOptions = DEFAULT_OPTIONS) -> Request:
+    """Reads one line. Does not raise: whatever is wrong with the line is the row's `error`."""
+    row = Request(index=line.index, where=place_of(line.index, options.unit))
+    try:
+        text = line.text(row.where)
+        if options.is_text:
+            row.text = text
+        else:
+            fields = parse_json_object(text, row.where, "a row")
+            if options.has_columns:
+                fill_with_columns(row, fields["row"], fields["columns"], allow_unknown=options.allow_unknown)
+            else:
+                fill_row(row, fields, allow_unknown=options.allow_unknown)
+    except RequestError as error:
+        row.error = error
+    except Exception as unforeseen:  # one line that breaks something harms no other
+        row = Request(index=row.index, where=row.where)
+        row.error = row.invalid(f"the row cannot be read: {unforeseen!r}", "internal_error")
+    if line.error is not None:
+        row.error = line.error
+    return row

@@ -4,6 +4,8 @@ A row of a run with a lower `max_tokens` that ended by itself is the same with a
 the limit has ended goes on with its tokens, if it holds them (`--token-ids`); else it is computed anew, because a text
 does not tell its tokens. So is one whose answer the limit may have changed on the way: by a try that it cut off, or a
 call, whose id comes of the key.
+
+Columns that a row only carries along are in its key, too. If only they have changed, the row takes over the answer.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, NamedTuple
+from tempfile import SpooledTemporaryFile
+from typing import IO, Any, NamedTuple
 
-from cbatch.batch.journal import CHECK, KEY_BYTES, SUPERSEDED, Journal
+from cbatch.batch.journal import CHECK, KEY_BYTES, SUPERSEDED, Journal, columns_digest
 from cbatch.batch.lines import Line
 from cbatch.batch.row import format_result, format_row
-from cbatch.requests.columns import DROPPED
+from cbatch.requests.columns import DROPPED, OF_THE_MOMENT
 from cbatch.requests.row_keys import explain_difference
 
 MOST_LIMITS = 4
@@ -37,9 +40,16 @@ def earlier_limits(rows: Iterable[bytes], max_tokens: int) -> list[int]:
 
 def with_key(row: bytes, key: str) -> bytes | None:
     """A row as a run with a higher limit would write it, whose key is this one. None if it has to be computed."""
+    ends = {one["finish_reason"] for one in _outputs(json.loads(row))}
+    return rewritten(row, key) if ends == {"stop"} else None
+
+
+def rewritten(row: bytes, key: str, carried: Fields | None = None) -> bytes | None:
+    """A row with the same answer and another key. None if something wrote it that writes rows in another form.
+
+    carried: the columns that it carries along now, if they are others
+    """
     fields = json.loads(row)
-    if {one["finish_reason"] for one in _outputs(fields)} != {"stop"}:
-        return None
     fields.pop(CHECK, None)
     if row not in (format_result(fields), format_row(fields)):
         return None  # it was written by something else
@@ -47,7 +57,12 @@ def with_key(row: bytes, key: str) -> bytes | None:
         response, before = fields["response"], fields["key"]
         fields["id"] = f"batch_req_{key}"
         response["request_id"] = f"req_{key}"
-        response["body"]["id"] = response["body"]["id"].replace(before, key)
+        if "id" in response["body"]:
+            response["body"]["id"] = response["body"]["id"].replace(before, key)
+    if carried is not None:
+        last = {name: fields.pop(name) for name in OF_THE_MOMENT if name in fields}
+        fields.pop("extra", None)
+        fields |= ({"extra": carried} if carried else {}) | last
     return format_result(fields | {"key": key})
 
 
@@ -86,8 +101,11 @@ def _outputs(fields: Fields) -> list[Fields]:
     if fields.get("validation", {"tries": 1})["tries"] != 1:
         return []
     outputs: list[Fields] = _body(fields).get("choices", [fields])
-    has_calls = any(one.get("tool_calls") or one.get("message", {}).get("tool_calls") for one in outputs)
-    return [] if has_calls else outputs
+    return [] if _has_calls(outputs) else outputs
+
+
+def _has_calls(outputs: Iterable[Fields]) -> bool:
+    return any(one.get("tool_calls") or one.get("message", {}).get("tool_calls") for one in outputs)
 
 
 Keyed = Callable[[Iterable[Line]], Iterator[tuple[Line, str]]]
@@ -102,11 +120,14 @@ class Resuming(NamedTuple):
     retry_errors:      keep no error rows
     recompute_changed: drop rows whose key is another one, or whose line is gone, and damaged lines
     max_tokens:        the limit of this run, if rows that a lower one has ended are to go on
+    carried_by:        gives the columns that the row of a line carries along, if rows may take over answers to lines
+                       that differ only there
     """
 
     retry_errors: bool = False
     recompute_changed: bool = False
     max_tokens: int | None = None
+    carried_by: Callable[[Line], Fields] | None = None
 
 
 KEEP = Resuming()
@@ -122,6 +143,8 @@ class ResumePlan:
     first_misfit: line number of the first row with each reason
     tries:        of rows that are run again because none of them was good, by their index
     rekeyed:      numbers of kept rows that have to be written again, with the key that is in the journal by now
+    rewritten:    those rows, as they are to be written
+    carried:      number of rows that have taken over an answer to a line with other columns
     truncated:    numbers of rows that go on with their tokens, by their index
     restarted:    number of rows of a run with a lower limit that begin anew
     """
@@ -134,6 +157,8 @@ class ResumePlan:
     first_misfit: dict[str, int] = field(default_factory=dict)
     tries: dict[int, int] = field(default_factory=dict)
     rekeyed: array[int] = field(default_factory=lambda: array("q"))
+    rewritten: IO[bytes] = field(default_factory=lambda: SpooledTemporaryFile(2**20))  # noqa: SIM115
+    carried: int = 0
     truncated: dict[int, int] = field(default_factory=dict)
     restarted: int = 0
 
@@ -149,6 +174,14 @@ class ResumePlan:
         self.kept[index] = True
         self.rows += 1
         self.errors += is_error
+
+    def take_over(self, index: int, number: int, key: str, row: bytes) -> None:
+        """Keeps a row that has to be written again."""
+        journal = self.journal
+        journal.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES] = bytes.fromhex(key)
+        self.keep(index, bool(journal.failed[number]))
+        self.rekeyed.append(number)
+        self.rewritten.write(row)
 
     def add_misfit(self, reason: str, index: int) -> None:
         self.misfits[reason] += 1
@@ -184,20 +217,23 @@ def plan_resume(journal: Journal, lines: Iterator[Line], keyed: Keyed, how: Resu
     limits: Sequence[int] = ()
     if how.max_tokens is not None:
         limits = earlier_limits(map(journal.row, journal.rows(input_order=True)), how.max_tokens)
-    compared: deque[int] = deque()
-    """Rows whose lines `keyed` has taken and not yet given back: it may read ahead."""
-    keys = keyed(_lines_to_compare(plan, lines, compared, limits, retry_errors=how.retry_errors))
+    compared: deque[tuple[int, Fields | None]] = deque()
+    """Rows whose lines `keyed` has taken and not yet given back, since it may read ahead, and columns that are new."""
+    keys = keyed(_lines_to_compare(plan, lines, compared, limits, how))
     for line, key in keys:
-        number, earlier = compared.popleft(), [other for _, other in islice(keys, len(limits))]
+        number, carried = compared.popleft()
+        is_carried = carried is not None and next(keys)[1] == journal.key(number)
+        earlier = [other for _, other in islice(keys, len(limits))]
         if key == journal.key(number):
             plan.keep(line.index, bool(journal.failed[number]))
+        elif is_carried and (made := _with_columns(journal.row(number), key, carried)) is not None:
+            plan.take_over(line.index, number, key, made)
+            plan.carried += 1
         elif journal.key(number) not in earlier:
             plan.add_misfit(f"made with {explain_difference(key, journal.key(number))}", line.index)
             journal.indices[number] = SUPERSEDED
-        elif with_key(row := journal.row(number), key) is not None:
-            journal.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES] = bytes.fromhex(key)
-            plan.keep(line.index, is_error=False)
-            plan.rekeyed.append(number)
+        elif (made := with_key(row := journal.row(number), key)) is not None:
+            plan.take_over(line.index, number, key, made)
         else:
             journal.indices[number] = SUPERSEDED
             if known_tokens(row):
@@ -207,10 +243,23 @@ def plan_resume(journal: Journal, lines: Iterator[Line], keyed: Keyed, how: Resu
     return plan
 
 
+def _with_columns(row: bytes, key: str, carried: Fields | None) -> bytes | None:
+    """A row that has taken over an answer. None if that has calls, whose ids come of the key."""
+    fields = json.loads(row)
+    outputs = _body(fields).get("choices", [fields]) if fields.get("error") is None else []
+    return None if fields.get("tool_messages") or _has_calls(outputs) else rewritten(row, key, carried)
+
+
 def _lines_to_compare(
-    plan: ResumePlan, lines: Iterator[Line], compared: deque[int], limits: Sequence[int], *, retry_errors: bool
+    plan: ResumePlan,
+    lines: Iterator[Line],
+    compared: deque[tuple[int, Fields | None]],
+    limits: Sequence[int],
+    how: Resuming,
 ) -> Iterator[Line]:
     """The lines whose row is kept if its key fits, each again with the limits that earlier runs may have had.
+
+    Before those it comes with the columns that its row carries along, if they are others.
 
     Marks rows that are not kept whatever their key is: among them error rows before a damaged line, because it may have
     replaced them.
@@ -224,11 +273,15 @@ def _lines_to_compare(
             line = next(lines, None)
         if line is None or line.index > index:
             plan.add_misfit(NO_LINE, index)
-        elif not (journal.failed[number] and (retry_errors or number < last_damaged)):
-            compared.append(number)
+        elif not (journal.failed[number] and (how.retry_errors or number < last_damaged)):
+            columns = how.carried_by(line) if how.carried_by is not None else None
+            is_same = columns is None or columns_digest(columns) == journal.columns[number]
+            compared.append((number, None if is_same else columns))
             yield line
+            if not is_same:
+                yield replace(line, carried=json.loads(journal.row(number)).get("extra", {}))
             yield from (replace(line, max_tokens=limit) for limit in limits)
             continue
-        elif retry_errors and number in journal.tries:
+        elif how.retry_errors and number in journal.tries:
             plan.tries[index] = journal.tries[number]
         journal.indices[number] = SUPERSEDED

@@ -26,7 +26,7 @@ from cbatch.base.errors import (
 from cbatch.batch.driver import RowStream
 from cbatch.batch.journal import SUPERSEDED, Journal, with_check
 from cbatch.batch.lines import Line, checked_lines
-from cbatch.batch.resume import KEEP, Keyed, ResumePlan, Resuming, plan_resume, with_key
+from cbatch.batch.resume import KEEP, Keyed, ResumePlan, Resuming, plan_resume
 from cbatch.batch.row import Row
 from cbatch.batch.token_journal import is_token_journal, remove_token_journal, token_journal_of
 
@@ -246,9 +246,9 @@ class FileWriter(RowWriter):
     def _go_on(self, plan: ResumePlan) -> None:
         journal = plan.journal
         self.start(journal)
-        for number in plan.rekeyed:  # are written again with the keys that are in the journal by now
-            index, data = journal.indices[number], with_key(journal.row(number), journal.key(number))
-            assert data is not None
+        plan.rewritten.seek(0)
+        for number, data in zip(plan.rekeyed, plan.rewritten, strict=True):
+            index = journal.indices[number]
             journal.indices[number] = SUPERSEDED
             self._append([(index, data)])
 

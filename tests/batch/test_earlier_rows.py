@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import tempfile
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -69,6 +71,44 @@ def test_rows_that_ended_by_themselves_get_the_new_key(fields: dict[str, Any]) -
 def test_other_rows_are_computed(fields: dict[str, Any]) -> None:
     """Guards rows that the limit has ended, or may have changed on the way."""
     assert with_key(format_row(fields), NEW) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "takes_over"),
+    [
+        (row("length", extra={"x": 1, "z": 0}, cached_tokens=1), True),
+        (answer(), True),
+        (FAILED, True),
+        (LOST | {"response": {"status_code": 500, "request_id": f"req_{OLD}", "body": {"error": {}}}}, True),
+        (row("tool_calls", tool_calls=CALL), False),
+        (several("stop", "stop") | {"choices": [{"tool_calls": CALL}]}, False),
+        (answer("stop", tool_calls=CALL), False),
+        (row(tool_messages=[{"role": "tool"}]), False),
+    ],
+)
+def test_a_row_takes_over_the_answer_to_other_columns(fields: dict[str, Any], takes_over: bool) -> None:
+    """Guards columns that no prompt uses: they change in the row, but for answers whose calls have ids of the key."""
+    carried = {"x": "new", "y": [2]}
+
+    def keyed(some: Iterable[Line]) -> Iterator[tuple[Line, str]]:
+        return ((line, NEW if line.carried is None else OLD) for line in some)
+
+    with tempfile.TemporaryFile() as file:
+        file.write(format_result(fields))
+        file.seek(0)
+        journal = Journal.read(file, "out")
+        journal.fd = file.fileno()
+        lines = iter([Line(0, b"")])
+        plan = plan_resume(journal, lines, keyed, Resuming(recompute_changed=True, carried_by=lambda line: carried))
+    assert (plan.carried, plan.misfits.total()) == ((1, 0) if takes_over else (0, 1))
+    plan.rewritten.seek(0)
+    if takes_over:
+        made = json.loads(plan.rewritten.read())
+        del made["check"]
+        assert list(made) == [*(name for name in fields if name not in ("extra", "cached_tokens")), "extra"] + (
+            ["cached_tokens"] if "cached_tokens" in fields else []
+        )
+        assert made["extra"] == carried and made["key"] == NEW and OLD not in json.dumps(made)
 
 
 def test_a_row_that_others_have_written_is_computed() -> None:

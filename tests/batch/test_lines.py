@@ -14,8 +14,7 @@ from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
 from cbatch.batch import lines
 from cbatch.batch.driver import Window, weight_of
-from cbatch.batch.line_processor import parse_line
-from cbatch.batch.lines import Line, RowOptions, read_lines
+from cbatch.batch.lines import Line, RowOptions, parse_line, read_lines
 
 
 def test_lines_are_physical_and_blank_ones_skipped() -> None:

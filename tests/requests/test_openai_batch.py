@@ -13,8 +13,8 @@ from cbatch.api import Engine
 from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request, RequestDefaults
-from cbatch.batch.line_processor import LineProcessor, parse_line
-from cbatch.batch.lines import Line, RowOptions
+from cbatch.batch.line_processor import LineProcessor
+from cbatch.batch.lines import Line, RowOptions, parse_line
 from cbatch.requests.completion import Completion
 from tests.support.command import Command
 

@@ -13,8 +13,7 @@ from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
 from cbatch.base.spelling import one_edit_apart, shortened
-from cbatch.batch.line_processor import parse_line
-from cbatch.batch.lines import Line, RowOptions
+from cbatch.batch.lines import Line, RowOptions, parse_line
 from cbatch.requests import param_names
 from cbatch.requests.param_names import COLUMN_NAMES, READERS, REFUSED, REST_OF_CONTEXT, is_param, own_params
 from cbatch.requests.rows import set_defaults

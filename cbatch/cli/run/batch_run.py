@@ -11,7 +11,7 @@ from functools import partial
 from cbatch.base.errors import ConfigError, ReaderGone
 from cbatch.base.units import format_count, word_for
 from cbatch.batch.driver import BatchDriver
-from cbatch.batch.lines import Line, RowOptions
+from cbatch.batch.lines import Line, RowOptions, parse_line
 from cbatch.batch.resume import ResumePlan, Resuming
 from cbatch.batch.row import Row
 from cbatch.batch.tables.row_input import RowInput
@@ -103,14 +103,16 @@ def _prepare_file(
     def keyed(lines: Iterable[Line]) -> Iterator[tuple[Line, str]]:
         nonlocal compared
         for pair in driver.keyed(row_options, lines):
-            compared += pair[0].max_tokens is None  # else it is the same line again
+            compared += pair[0].max_tokens is None and pair[0].carried is None  # else it is the same line again
             tick()
             yield pair
 
     rows = len(journal.indices)
     with progress(rows, lambda: (compared, "compared with the input"), no_details) as tick:
         limit = options.max_tokens if options.continue_truncated else None
-        how = Resuming(options.retry_errors, options.recompute_changed, limit)
+        how = Resuming(
+            options.retry_errors, options.recompute_changed, limit, lambda line: parse_line(line, row_options).extra
+        )
         plan = output.resume(journal, first, keyed, how)
     if not plan.fits:
         output.resume_with = "--resume --recompute-changed"
@@ -121,6 +123,7 @@ def _prepare_file(
         f"{format_count(plan.rows, 'row')} {word_for(plan.rows, 'is', 'are')} kept",
         f"{truncated:,} that --max-tokens ended {word_for(truncated, 'goes', 'go')} on" if truncated else "",
         f"{anew:,} of a run with fewer --max-tokens {word_for(anew, 'begins', 'begin')} anew" if anew else "",
+        f"{plan.carried:,} of them with changed columns" if plan.carried else "",
         "" if plan.fits else f"not kept: {plan}",
     ]
     notice(f"resuming: {'; '.join(filter(None, parts))}")

@@ -28,8 +28,7 @@ from cbatch.batch.forms import (
     output_form,
     unit_of,
 )
-from cbatch.batch.line_processor import parse_line
-from cbatch.batch.lines import RowOptions
+from cbatch.batch.lines import RowOptions, parse_line
 from cbatch.batch.tables.row_input import RowInput
 from cbatch.batch.templates import JinjaTemplate, PromptTemplate
 from tests.support.rows import pipe_of

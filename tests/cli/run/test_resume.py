@@ -80,7 +80,6 @@ SAMPLING, MODEL = (
 )
 CHANGES: dict[str, tuple[list[Any], str]] = {
     "input": (replaced(0, {**ROWS[0], "prompt": "goodbye"}), f"1 made with {OTHER_INPUT} (first: line 1)"),
-    "column": (replaced(4, {**ROWS[4], "note": "other"}), f"1 made with {OTHER_INPUT} (first: line 5)"),
     "bad line": (replaced(3, "{worse"), f"1 made with {OTHER_INPUT} (first: line 4)"),
     "mended line": (
         replaced(3, {"prompt": "mended"}),

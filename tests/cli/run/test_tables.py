@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -184,3 +185,29 @@ def test_workbooks_and_arrays(run: Run, tmp_path: Path) -> None:
     (tmp_path / "in.json").write_text(json.dumps([{"text": "=1+1", "note": "a\r\n_x0041_\x01"}]))
     assert run(tmp_path / "in.json", tmp_path / "long.xlsx", "--overwrite", template="{text}") == 0
     assert openpyxl.load_workbook(tmp_path / "long.xlsx").active["B2"].data_type == "s"
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv", "out.parquet"])
+def test_a_changed_column_computes_nothing(run: Run, command: Command, tmp_path: Path, name: str) -> None:
+    """Guards columns that no prompt uses: with others, a row takes over its answer, and the bytes of a whole run."""
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+    source, out, whole = tmp_path / "in.jsonl", tmp_path / name, tmp_path / f"whole-{name}"
+    rows: list[dict[str, Any]] = [{"id": f"r{n}", "text": f"t{n}", "label": n} for n in range(5)]
+    write_rows(source, rows)
+    assert run(source, out, "--timings") == 0
+    rows = [row | {"label": "new", "more": [row["id"]]} for row in rows]
+    rows[1] = {"id": "r1", "text": "t1"}
+    write_rows(source, [*rows, {"id": "r5", "text": "t5"}])
+    assert run(source, out, "--timings", "--resume") == 0 and command.counts() == (5, 1)
+    assert run(source, whole) == 0
+    assert run(source, out, "--resume") == 0 and command.counts() == (6, 0)
+    if name == "out.jsonl":
+        timed = ["cached_tokens", "ttft_s", "elapsed_s"]
+        found = [{name: value for name, value in row.items() if name not in timed} for row in read_rows(out)]
+        assert found == read_rows(whole) and list(read_rows(out)[0])[-4:] == ["extra", *timed]
+    rows[2]["text"] = "changed"
+    write_rows(source, rows)
+    assert run(source, out, "--resume") == 2
+    assert "1 made with another input" in command.said()
+    assert run(source, out, "--resume", "--recompute-changed") == 0 and command.counts() == (4, 1)

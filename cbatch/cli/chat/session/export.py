@@ -130,7 +130,7 @@ def _find_result(path: Path, index: int) -> dict[str, Any]:
 
 
 def _find_row(path: Path, index: int) -> Request:
-    from cbatch.batch.line_processor import parse_line
+    from cbatch.batch.lines import parse_line
 
     for line in _lines(path):
         if line.index == index:
