@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntFlag
 from itertools import count, takewhile
-from typing import Any
+from typing import Any, Literal
 
 from cbatch.base.errors import RequestError
+from cbatch.base.strict_json import parse_json_value
 from cbatch.batch.journal import CHECK, KEY
 from cbatch.requests.columns import DROPPED
 
@@ -47,6 +49,12 @@ ALWAYS = (*FIRST, *ANSWER, *LAST)
 REST = "rest"
 """The last column, if the others do not tell all of a row: what its line of JSON has otherwise, as JSON text."""
 
+TEXTS = "texts"
+"""The texts of all outputs, if there are several."""
+
+MAX_PROPERTIES = 500
+"""Most columns that properties of answers become if no schema names them."""
+
 _MORE = {REST, "validation", "reasoning_tokens", "completion_tokens_details", DROPPED}
 BOOKKEEPING = frozenset(ALWAYS) - {"id", "text"} | _MORE
 """Columns that say something about the run and not about the row: a further run does not carry them along."""
@@ -62,10 +70,26 @@ def split_result(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     usage, error = answer.pop("usage", None) or {}, answer.pop("error", None) or {}
     answer |= usage
     answer |= {"error_code": error.get("code"), "error_message": error.get("message")}
+    if choices := answer.get("choices"):
+        answer[TEXTS] = [_text_of(choice) for choice in choices]
     return answer, extra
 
 
-def input_names(columns: Iterable[str], taken: Collection[str]) -> dict[str, str]:
+def _text_of(choice: Mapping[str, Any]) -> Any:
+    return choice["message"].get("content") if "message" in choice else choice.get("text")
+
+
+def _properties(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The properties of an answer that is a JSON object; none of any other, such as one that was cut off."""
+    text = answer["text"]
+    if isinstance(text, str) and text.lstrip()[:1] == "{":
+        with suppress(ValueError):
+            value: dict[str, Any] = parse_json_value(text)
+            return value
+    return {}
+
+
+def free_names(columns: Iterable[str], taken: Collection[str], prefix: str = "input_") -> dict[str, str]:
     """The name that each column of the input gets beside columns whose names are taken: its own, if that is free.
 
     Else it is `input_NAME`, then `input_NAME_2` and so on.
@@ -74,22 +98,22 @@ def input_names(columns: Iterable[str], taken: Collection[str]) -> dict[str, str
     used = {*taken, *made}
     for name in made:
         if name in taken:
-            made[name] = next(free for free in _numbered(name) if free not in used)
+            made[name] = next(free for free in _numbered(prefix + name) if free not in used)
             used.add(made[name])
     return made
 
 
 def own_names(columns: Iterable[str], taken: Collection[str]) -> dict[str, str]:
-    """The name in the input of each of its columns in a table, as far as the names tell: undoes `input_names`."""
+    """The name in the input of each of its columns in a table, as far as the names tell: undoes `free_names`."""
     made = {name: name for name in columns}
     for name in taken:
-        if numbered := list(takewhile(made.__contains__, _numbered(name))):
+        if numbered := list(takewhile(made.__contains__, _numbered(f"input_{name}"))):
             made[numbered[-1]] = name
     return made
 
 
 def _numbered(name: str) -> Iterator[str]:
-    return (f"input_{name}{f'_{number}' if number > 1 else ''}" for number in count(1))
+    return (name if number == 1 else f"{name}_{number}" for number in count(1))
 
 
 def is_result(columns: Mapping[str, Any]) -> bool:
@@ -103,7 +127,7 @@ def carried_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
     if not _is_nested(columns):
         return {name: value for name, value in columns.items() if name not in BOOKKEEPING}
     answer, extra = split_result(columns)
-    names = input_names(extra, answer)
+    names = free_names(extra, answer)
     carried = {names[name]: value for name, value in extra.items()}
     return carried | {name: value for name, value in answer.items() if name not in BOOKKEEPING}
 
@@ -128,8 +152,7 @@ def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
     body = (fields.get("response") or {}).get("body") or {}
     if choices := body.get("choices"):
         first = choices[0]
-        made["text"] = first["message"].get("content") if "message" in first else first.get("text")
-        made |= {"finish_reason": first.get("finish_reason"), "usage": body.get("usage")}
+        made |= {"text": _text_of(first), "finish_reason": first.get("finish_reason"), "usage": body.get("usage")}
         made |= {"choices": choices} if len(choices) > 1 else {}
         made |= {DROPPED: body[DROPPED]} if DROPPED in body else {}
     return made
@@ -144,23 +167,24 @@ class Kinds(IntFlag):
     FLOAT = 4
     TEXT = 8
     OTHER = 16
+    TEXTS = 32
 
 
-_ALIKE = (Kinds.BOOL, Kinds.INT, Kinds.FLOAT)
+_ALIKE = (Kinds.BOOL, Kinds.INT, Kinds.FLOAT, Kinds.TEXTS)
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
     """A column of the table.
 
-    source:   name of the value in the answer, or in the columns of the input
-    is_input: which of both
-    kinds:    what it holds
+    source: name of the value in the answer, in the columns of the input, or in the JSON of the answer's text
+    of:     which of these
+    kinds:  what it holds
     """
 
     name: str
     source: str
-    is_input: bool
+    of: Literal["answer", "input", "property"]
     kinds: Kinds
 
     def typed(self, value: Any) -> Any:
@@ -173,33 +197,44 @@ class Column:
 class TableLayout:
     """Collects the columns of all rows, since a table names them before its first row."""
 
-    def __init__(self) -> None:
+    def __init__(self, expand: Sequence[str] | None = None) -> None:
+        """`expand`: properties of answers that become columns; all of them if it is empty, and none if it is None"""
+        self._expand = expand
+        self._properties = dict.fromkeys(expand or (), Kinds.NONE)
         self._answer = dict.fromkeys(ALWAYS, Kinds.NONE)
         self._input: dict[str, Kinds] = {}
 
     def add(self, fields: Mapping[str, Any]) -> None:
         answer, columns = split_result(fields)
-        for seen, values in ((self._answer, answer), (self._input, columns)):
+        found = _properties(answer) if self._expand is not None else {}
+        if self._expand or len(self._properties) >= MAX_PROPERTIES:
+            found = {name: value for name, value in found.items() if name in self._properties}
+        for seen, values in ((self._answer, answer), (self._input, columns), (self._properties, found)):
             for name, value in values.items():
                 seen[name] = seen.get(name, Kinds.NONE) | _kind(value)
 
     def columns(self) -> list[Column]:
-        """The columns in their order: index, `id` if a row has one, those of the input, the answer, key and check."""
+        """The columns in their order: index, `id` if a row has one, those of the input, the answer, key and check.
+
+        Properties of the answer come right behind its text.
+        """
         first = [name for name in FIRST if name != "id" or self._answer[name]]
         more = [name for name in self._answer if name not in ALWAYS]
-        names = input_names(self._input, {*first, *ANSWER, *more, *LAST, REST})
-        inputs = [Column(names[name], name, True, kinds) for name, kinds in self._input.items()]
-        before, after = (
-            [Column(name, name, False, self._answer[name]) for name in some]
-            for some in (first, (*ANSWER, *more, *LAST))
-        )
-        return before + inputs + after
+        names = free_names(self._input, {*first, *ANSWER, *more, *LAST, REST})
+        inputs = [Column(names[name], name, "input", kinds) for name, kinds in self._input.items()]
+        shown = [Column(name, name, "answer", self._answer[name]) for name in (*first, *ANSWER, *more, *LAST)]
+        taken = {column.name for column in (*inputs, *shown)} | {REST}
+        own = free_names(self._properties, taken, "answer_")
+        properties = [Column(own[name], name, "property", kinds) for name, kinds in self._properties.items()]
+        return [*shown[: len(first)], *inputs, shown[len(first)], *properties, *shown[len(first) + 1 :]]
 
 
 def values_of(fields: Mapping[str, Any], columns: list[Column]) -> list[Any]:
     """The values of a row of results in the order of the columns; None for what it does not have."""
     answer, inputs = split_result(fields)
-    return [(inputs if column.is_input else answer).get(column.source) for column in columns]
+    found = _properties(answer) if any(column.of == "property" for column in columns) else {}
+    parts = {"answer": answer, "input": inputs, "property": found}
+    return [parts[column.of].get(column.source) for column in columns]
 
 
 def _kind(value: Any) -> Kinds:
@@ -209,4 +244,6 @@ def _kind(value: Any) -> Kinds:
         return Kinds.BOOL
     if isinstance(value, int):
         return Kinds.INT if -(2**63) <= value < 2**63 else Kinds.OTHER
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return Kinds.TEXTS
     return Kinds.FLOAT if isinstance(value, float) else Kinds.TEXT if isinstance(value, str) else Kinds.OTHER

@@ -113,10 +113,10 @@ def _write_groups(file: IO[bytes], columns: list[Column], rows: Rows, types: Map
     from pyarrow import parquet
 
     def stored(column: Column, value: Any) -> Any:
-        return value if column.is_input and column.source in types else column.typed(value)
+        return value if column.of == "input" and column.source in types else column.typed(value)
 
     columns = with_rest(rows, columns, stored, has_blanks=False)
-    kinds = [types.get(column.source) if column.is_input else None for column in columns]
+    kinds = [types.get(column.source) if column.of == "input" else None for column in columns]
     schema = pyarrow.schema(
         [(column.name, kind or _inferred(column.kinds)) for column, kind in zip(columns, kinds, strict=True)]
     )
@@ -162,7 +162,8 @@ def _inferred(kinds: Kinds) -> Any:
 
     if kinds in (Kinds.FLOAT, Kinds.FLOAT | Kinds.INT):
         return pyarrow.float64()
-    return {Kinds.BOOL: pyarrow.bool_(), Kinds.INT: pyarrow.int64()}.get(kinds, pyarrow.string())
+    texts = pyarrow.list_(pyarrow.string())
+    return {Kinds.BOOL: pyarrow.bool_(), Kinds.INT: pyarrow.int64(), Kinds.TEXTS: texts}.get(kinds, pyarrow.string())
 
 
 def _is_native(kind: Any) -> bool:

@@ -94,8 +94,10 @@ def _shows(cells: Mapping[str, Any], fields: Fields) -> bool:
 
 def _readings(cells: Mapping[str, Any], *, has_blanks: bool) -> Iterator[Fields]:
     names = list(cells)
-    inputs = [name for name in names[: names.index("text")] if name not in FIRST]
-    others = [name for name in names if name not in inputs]
+    start, stop = names.index("text"), names.index("finish_reason") if "finish_reason" in cells else 0
+    inputs = [name for name in names[:start] if name not in FIRST]
+    properties = names[start + 1 : stop]  # which stand in the text
+    others = [name for name in names if name not in (*inputs, *properties)]
     own = own_names(inputs, {*ALWAYS, *others, REST})
     answer = {name: _answer_value(name, cells[name]) for name in others}
     if has_blanks:
@@ -156,6 +158,6 @@ def with_rest(
     rows: Rows, columns: list[Column], stored: Callable[[Column, Any], Any], *, has_blanks: bool
 ) -> list[Column]:
     """The columns, with `REST` if a row needs it."""
-    more = [*columns, Column(REST, REST, False, Kinds.TEXT)]
+    more = [*columns, Column(REST, REST, "answer", Kinds.TEXT)]
     needs = any(values[-1] is not None for _, values in rows_of_cells(rows, more, stored, has_blanks=has_blanks))
     return more if needs else columns

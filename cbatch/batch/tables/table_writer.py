@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import chain
@@ -92,16 +92,18 @@ class TableWriter(FileWriter):
         *,
         input_order: bool = True,
         types: Mapping[str, Any] | None = None,
+        expand: Sequence[str] | None = None,
     ) -> None:
         """
-        types: types of the input's columns as pyarrow has them, by their names; those of others follow their values
+        types:  types of the input's columns as pyarrow has them, by their names; those of others follow their values
+        expand: see `TableLayout`
 
         Raises ConfigError if the files cannot be written, another run writes them, or an extra is not installed.
         """
         check_output(form, compression)
         require_file(path)
         self._table_path = path.resolve()
-        self._form, self._compression, self._types = form, compression, types or {}
+        self._form, self._compression, self._types, self._expand = form, compression, types or {}, expand
         self._is_complete = False
         self._rows: IO[bytes] = io.BytesIO()
         """Those of a finished table."""
@@ -157,19 +159,24 @@ class TableWriter(FileWriter):
         rows = partial(self._ordered_rows, raise_if_interrupted)
         like = self._table_path if self._table_path.exists() else self._path
         with self._replacing(self._table_path, like.stat()) as target:
-            write_results(target, self._form, self._compression, rows, self._types)
+            write_results(target, self._form, self._compression, rows, self._types, self._expand)
         self._path.unlink()
 
 
 def write_results(
-    file: IO[bytes], form: OutputForm, kind: Compression | None, rows: Rows, types: Mapping[str, Any]
+    file: IO[bytes],
+    form: OutputForm,
+    kind: Compression | None,
+    rows: Rows,
+    types: Mapping[str, Any],
+    expand: Sequence[str] | None = None,
 ) -> None:
-    """Writes rows of results in some form.  types: see `TableWriter`"""
+    """Writes rows of results in some form.  types, expand: see `TableWriter`"""
     if form == "jsonl":
         with closing(compressed(file, kind)) as target:
             target.writelines(rows())
         return
-    layout = TableLayout()
+    layout = TableLayout(expand)
     for row in rows():
         layout.add(json.loads(row))
     columns = layout.columns()

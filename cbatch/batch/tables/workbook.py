@@ -9,7 +9,7 @@ from zipfile import BadZipFile
 
 from cbatch.base.errors import ConfigError, RunFailed, first_line
 from cbatch.batch.forms import import_package, seekable
-from cbatch.batch.tables.columns import Column, Rows, TableRow
+from cbatch.batch.tables.columns import Column, Rows, TableRow, as_text
 from cbatch.batch.tables.csv_table import check_names
 from cbatch.batch.tables.restored import rows_of_cells, with_rest
 from cbatch.batch.templates import as_data
@@ -80,7 +80,7 @@ def write_workbook(file: IO[bytes], columns: list[Column], rows: Rows) -> None:
 
 
 def _stored(column: Column, value: Any) -> Any:
-    value = column.typed(value)
+    value = as_text(value) if isinstance(value, list) else column.typed(value)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return str(value) if isinstance(value, int | float) and abs(value) >= _EXACT else None if value == "" else value

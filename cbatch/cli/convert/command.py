@@ -21,6 +21,7 @@ _FORM = click.Choice(OUTPUT_FORMS)
 @click.argument("target", metavar="OUT")
 @click.option("--from", "source_form", type=_FORM, help="Form of IN.  [default: by its ending]")
 @click.option("--to", "target_form", type=_FORM, help="Form of OUT.  [default: by its ending]")
+@click.option("--expand", is_flag=True, help="In a table, make the properties of JSON answers columns.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it is not empty.")
 @click.option("-q", "--quiet", is_flag=True, help="Print only errors on stderr.")
 def convert(
@@ -28,6 +29,7 @@ def convert(
     target: str,
     source_form: OutputForm | None,
     target_form: OutputForm | None,
+    expand: bool,
     overwrite: bool,
     quiet: bool,
 ) -> Literal[0, 1]:
@@ -50,7 +52,7 @@ def convert(
     with StoredRows(open_results(read, source_form or output_form(source)), source) as stored:
         if stored.journal.damaged:
             raise ConfigError(f"{source} has {stored.journal.damage()}; cbatch run --resume repairs it.")
-        with TableWriter(path, form, kind) as output:
+        with TableWriter(path, form, kind, expand=() if expand else None) as output:
             output.if_not_empty = "--overwrite replaces it"
             if not overwrite:
                 output.check_empty()

@@ -211,7 +211,7 @@ def _open_writer(options: RunOptions, source: RowInput) -> RowWriter:
             _check_not_input(source.stream, written.stat(), str(written))
     if not is_table:
         return FileWriter(path, input_order=input_order)
-    return TableWriter(path, form, kind, input_order=input_order, types=source.types)
+    return TableWriter(path, form, kind, input_order=input_order, types=source.types, expand=options.expanded)
 
 
 def _check_not_input(source: IO[bytes], target: os.stat_result, name: str) -> None:

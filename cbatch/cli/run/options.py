@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import date as Day
 from datetime import datetime
@@ -13,6 +15,7 @@ from cbatch.base.chat_template_options import FIXED_DATE, TemplateOptions
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
 from cbatch.base.option import option
+from cbatch.base.params import SamplingParams
 from cbatch.base.request import RequestDefaults
 from cbatch.batch.answer_cache import DEFAULT_CACHE_SIZE, AnswerCache, CacheConfig
 from cbatch.batch.forms import (
@@ -75,6 +78,9 @@ class RunOptions:
     overwrite: bool = _output(False, "Replace the output file if it is not empty.")
     output_format: OutputForm | None = _output(
         None, "Form of the output.", choices=OUTPUT_FORMS, shown="by the ending of OUT, else jsonl"
+    )
+    expand: bool | None = _output(
+        None, "In a table, make the properties of JSON answers columns.", shown="on with a JSON schema"
     )
     order: Literal["input", "completion"] = _output("input", "Order of the output rows.")
     token_ids: bool = _output(False, "Add the output's token ids to each row.")
@@ -151,6 +157,14 @@ class RunOptions:
     def output_form(self) -> OutputForm:
         """The form by --output-format or, without it, by the ending of the output's name."""
         return self.output_format or output_form(self.output)
+
+    @property
+    def expanded(self) -> Sequence[str] | None:
+        """The properties of answers that become columns; see `TableLayout`."""
+        form = SamplingParams().merged(own_params(self.sampling.params)[0]).constraint
+        schema = json.loads(form.source) if form is not None and form.kind == "json_schema" else None
+        names = list(schema.get("properties", ())) if isinstance(schema, dict) else []
+        return names if self.expand or (self.expand is None and names) else None
 
     def row_template(self) -> ColumnTemplate | None:
         """The template of the prompts. Raises ConfigError if it cannot be read."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import json
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from cbatch.batch.journal import Journal
 from cbatch.batch.lines import Line
 from cbatch.batch.resume import Resuming
 from cbatch.batch.row import Row, format_result
-from cbatch.batch.tables.columns import ALWAYS, input_names, split_result
+from cbatch.batch.tables.columns import ALWAYS, free_names, split_result
 from cbatch.batch.tables.table_writer import TableWriter, journal_of, open_results, write_results
 
 KEY = "0123456789abcdef" * 2
@@ -39,8 +40,8 @@ FAILED = {"index": 3, "id": None, "error": {"code": "invalid_row", "message": "w
 
 def test_an_answer_keeps_its_names() -> None:
     """Guards the rule for two columns of one name: the answer has it, and the input's gets the next that is free."""
-    assert input_names(["text", "city"], ALWAYS) == {"text": "input_text", "city": "city"}
-    assert input_names(["input_text", "text", "input_text_2"], ALWAYS) == {
+    assert free_names(["text", "city"], ALWAYS) == {"text": "input_text", "city": "city"}
+    assert free_names(["input_text", "text", "input_text_2"], ALWAYS) == {
         "input_text": "input_text",
         "text": "input_text_3",
         "input_text_2": "input_text_2",
@@ -225,11 +226,17 @@ VALUES = st.recursive(
     max_leaves=4,
 )
 NAMES = st.sampled_from(["a", "text", "input_text", "input_text_2", "key", "rest", "1"])
+ANSWERS = st.dictionaries(NAMES, VALUES, max_size=2).map(json.dumps)
+CHOICES = st.lists(st.fixed_dictionaries({"text": VALUES}), max_size=2)
 RESULTS = st.fixed_dictionaries(
-    {"id": st.none() | st.integers() | st.text(max_size=3), "text": st.none() | st.text(max_size=5)},
-    optional={"stop_reason": st.text(max_size=3), "choices": st.lists(VALUES, max_size=2), "strange": VALUES,
-              "extra": st.dictionaries(NAMES, VALUES, max_size=3)},
-)  # fmt: skip
+    {"id": st.none() | st.integers() | st.text(max_size=3), "text": st.none() | st.text(max_size=5) | ANSWERS},
+    optional={
+        "stop_reason": st.text(max_size=3),
+        "choices": CHOICES,
+        "strange": VALUES,
+        "extra": st.dictionaries(NAMES, VALUES, max_size=3),
+    },
+)
 
 
 @pytest.mark.parametrize("form", ["csv", "json", "parquet", "xlsx"])
@@ -250,7 +257,7 @@ def test_a_table_gives_its_rows_back(form: OutputForm, results: list[dict[str, A
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "out")
         with path.open("wb+") as file:
-            write_results(file, form, None, lambda: iter(rows), {})
+            write_results(file, form, None, lambda: iter(rows), {}, expand=())
         with open_results(path, form) as found:
             assert list(found) == rows
         if form == "csv" and isinstance(results[0]["text"], str) and "\0" not in str(results):

@@ -211,3 +211,36 @@ def test_a_changed_column_computes_nothing(run: Run, command: Command, tmp_path:
     assert run(source, out, "--resume") == 2
     assert "1 made with another input" in command.said()
     assert run(source, out, "--resume", "--recompute-changed") == 0 and command.counts() == (4, 1)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"text": {"enum": ["a", "b"]}, "n": {"enum": [1, 2]}, "tags": {"enum": [["x"], []]}},
+    "required": ["text", "n", "tags"],
+}
+
+
+def test_answers_by_a_schema_become_columns(run: Run, command: Command, tmp_path: Path) -> None:
+    """Guards --expand: properties in the schema's order, another name for one that is taken, null if it was cut off."""
+    parquet = pytest.importorskip("pyarrow.parquet", reason="Parquet needs pyarrow")
+    source, out, by_hand = tmp_path / "in.jsonl", tmp_path / "out.parquet", tmp_path / "by-hand.csv"
+    write_rows(source, [{"text": "one", "n": 7}, {"text": "two", "n": 8}])
+    form = ("--json-schema", json.dumps(SCHEMA), "--max-tokens", "60")
+    assert run(source, out, *form, "--n", "2", "--overwrite") == 0
+    table = parquet.read_table(out)
+    assert table.column_names[:7] == ["index", "input_text", "n", "text", "answer_text", "answer_n", "tags"]
+    for row in table.to_pylist():
+        answer = json.loads(row["text"])
+        assert list(answer.values()) == [row["answer_text"], row["answer_n"], row["tags"]] and row["n"] in (7, 8)
+        assert row["text"] == row["texts"][0] and len(row["texts"]) == 2
+    assert run(source, out, *form, "--n", "2", "--resume") == 0 and command.counts() == (2, 0)
+    cut = ("--max-tokens", "3", "--param", "close_forms=false")
+    assert run(source, tmp_path / "cut.parquet", *form, *cut) == 0
+    table = parquet.read_table(tmp_path / "cut.parquet")
+    assert table.column("answer_n").to_pylist() == [None, None] and None not in table.column("text").to_pylist()
+    assert run(source, tmp_path / "plain.csv", *form, "--no-expand") == 0
+    assert run_command(["convert", str(tmp_path / "plain.csv"), str(by_hand), "--expand"]) == 0
+    plain, expanded = read_csv(tmp_path / "plain.csv"), read_csv(by_hand)
+    assert (
+        "answer_n" not in plain[0] and expanded[0]["answer_n"] in ("1", "2") and expanded[0]["tags"] in ("[]", '["x"]')
+    )
