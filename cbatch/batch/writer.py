@@ -85,9 +85,19 @@ class StreamWriter(RowWriter):
 
     stop_timeout_s = 2.0
 
-    def __init__(self, stream: IO[bytes], *, input_order: bool, escape: Callable[[bytes], bytes] | None = None) -> None:
-        """`escape`: changes rows before they are written, so that no text of a model can control a terminal."""
-        self._stream = stream
+    def __init__(
+        self,
+        stream: IO[bytes],
+        *,
+        input_order: bool,
+        escape: Callable[[bytes], bytes] | None = None,
+        record: Callable[[bytes], bytes] | None = None,
+    ) -> None:
+        """
+        escape: changes rows before they are written, so that no text of a model can control a terminal
+        record: gives a row another form
+        """
+        self._stream, self._record = stream, record
         self._input_order = input_order
         self._escape = escape
         self._held: dict[int, bytes] = {}
@@ -114,7 +124,7 @@ class StreamWriter(RowWriter):
         self._stream.close()
 
     def _write(self, rows: list[bytes]) -> None:
-        data = b"".join(rows)
+        data = b"".join(map(self._record, rows) if self._record is not None else rows)
         view = memoryview(self._escape(data) if self._escape is not None else data)
         try:
             while view:

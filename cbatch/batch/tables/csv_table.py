@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from itertools import chain
 from typing import IO, Any
 
 from cbatch.base.errors import ConfigError, RequestError, invalid_row
 from cbatch.base.units import format_count
 from cbatch.batch.forms import HEAD_BYTES, Compression, OutputForm, compressed, first_bytes
 from cbatch.batch.lines import BOM, MAX_LINE_BYTES
-from cbatch.batch.tables.columns import Column, Rows, TableRow, as_text
-from cbatch.batch.tables.restored import rows_of_cells, with_rest
+from cbatch.batch.tables.columns import BOOKKEEPING, Column, Rows, TableLayout, TableRow, as_text
+from cbatch.batch.tables.restored import REST_COLUMN, rows_of_cells, with_rest
 
 csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))  # of the process; `_Lines` bounds records earlier
 
@@ -138,16 +138,46 @@ class _Lines(Iterator[str]):
 
 def write_csv(file: IO[bytes], form: OutputForm, kind: Compression | None, columns: list[Column], rows: Rows) -> None:
     """Writes CSV or TSV. Values that are no text are written as JSON, null as nothing."""
-    columns = with_rest(rows, columns, _cell, has_blanks=True)
+    columns, record = with_rest(rows, columns, _cell, has_blanks=True), _Records(form)
     with closing(compressed(file, kind)) as target:
-        buffer = io.StringIO()  # with a terminator of \r\n, what any reader would take for a line end is quoted
-        writer = csv.writer(buffer, delimiter="\t" if form == "tsv" else ",", lineterminator="\r\n")
-        cells = (values for _, values in rows_of_cells(rows, columns, _cell, has_blanks=True))
-        for values in chain([[column.name for column in columns]], cells):
-            writer.writerow(map(as_text, values))
-            target.write(buffer.getvalue().removesuffix("\r\n").encode() + b"\n")
-            buffer.seek(0)
-            buffer.truncate()
+        target.write(record([column.name for column in columns]))
+        for _, values in rows_of_cells(rows, columns, _cell, has_blanks=True):
+            target.write(record(values))
+
+
+class _Records:
+    """Makes records of values."""
+
+    def __init__(self, form: OutputForm) -> None:
+        self._buffer = io.StringIO()  # with a terminator of \r\n, what any reader would take for a line end is quoted
+        self._writer = csv.writer(self._buffer, delimiter="\t" if form == "tsv" else ",", lineterminator="\r\n")
+
+    def __call__(self, values: Iterable[Any]) -> bytes:
+        self._writer.writerow(map(as_text, values))
+        record = self._buffer.getvalue().removesuffix("\r\n").encode() + b"\n"
+        self._buffer.seek(0)
+        self._buffer.truncate()
+        return record
+
+
+class CsvStream:
+    """Makes records of rows one after the other. The columns are those of the input and the first row, and `REST`."""
+
+    def __init__(self, form: OutputForm, names: Iterable[str], expand: Sequence[str] | None) -> None:
+        """names: of the input's columns, as far as they are known; expand: see `TableLayout`"""
+        self._record, self._layout, self._columns = _Records(form), TableLayout(expand), list[Column]()
+        known = dict.fromkeys(name for name in names if name not in BOOKKEEPING)
+        identity = {"id": ""} if known.keys() & {"id", "custom_id"} else {}
+        self._layout.add(identity | {"extra": {name: None for name in known if name not in ("id", "custom_id")}})
+
+    def __call__(self, row: bytes) -> bytes:
+        header = b""
+        if not self._columns:
+            self._layout.add(json.loads(row))
+            self._columns = [*self._layout.columns(), REST_COLUMN]
+            header = self._record([column.name for column in self._columns])
+        [(_, values)] = rows_of_cells(lambda: iter([row]), self._columns, _cell, has_blanks=True)
+        return header + self._record(values)
 
 
 def _cell(_: Column, value: Any) -> str:

@@ -36,6 +36,7 @@ _ORDER = (
 ).split()
 """Fields of a row in their order. One that is missing here costs a cell in `REST`."""
 
+REST_COLUMN = Column(REST, REST, "answer", Kinds.TEXT)
 _USAGE = ("prompt_tokens", "completion_tokens", "total_tokens", "reasoning_tokens")
 _ABSENT = object()
 
@@ -158,6 +159,6 @@ def with_rest(
     rows: Rows, columns: list[Column], stored: Callable[[Column, Any], Any], *, has_blanks: bool
 ) -> list[Column]:
     """The columns, with `REST` if a row needs it."""
-    more = [*columns, Column(REST, REST, "answer", Kinds.TEXT)]
+    more = [*columns, REST_COLUMN]
     needs = any(values[-1] is not None for _, values in rows_of_cells(rows, more, stored, has_blanks=has_blanks))
     return more if needs else columns

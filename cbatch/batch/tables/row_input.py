@@ -150,6 +150,7 @@ def open_table(stream: IO[bytes], name: str, form: InputForm, delimiter: str | N
 class RowInput:
     """An input of rows. A table, and a file that can be read twice, is looked at when it is opened.
 
+    names: of the columns, if it is a table
     types: types of the columns as pyarrow has them; empty unless the input is Parquet
     """
 
@@ -175,6 +176,7 @@ class RowInput:
         table = self._table = self._open_table() if form in TABLES or self._start is not None else None
         if table is not None and (problem := missing_columns(table.names, template)) is not None:
             raise ConfigError(f"{name} {problem}.")
+        self.names: list[str] = table.names if table is not None else []
         self.types: dict[str, Any] = table.types if isinstance(table, ParquetTable) else {}
         self._num_rows = table.num_rows if isinstance(table, ParquetTable) else None
 

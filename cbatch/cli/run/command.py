@@ -31,7 +31,7 @@ from cbatch.cli.common.options import (
     sampling_options,
 )
 from cbatch.cli.common.stdout import own_stdout, without_library_output
-from cbatch.cli.run.options import RunOptions
+from cbatch.cli.run.options import STREAMED, RunOptions
 
 if TYPE_CHECKING:
     from cbatch.api import Engine
@@ -185,6 +185,7 @@ def open_output(options: RunOptions, source: RowInput) -> Iterator[RowWriter]:
 
 def _open_writer(options: RunOptions, source: RowInput) -> RowWriter:
     from cbatch.batch.forms import compression
+    from cbatch.batch.tables.csv_table import CsvStream
     from cbatch.batch.tables.table_writer import TableWriter, journal_of
     from cbatch.batch.writer import FileWriter, StreamWriter
 
@@ -199,11 +200,14 @@ def _open_writer(options: RunOptions, source: RowInput) -> RowWriter:
             raise ConfigError("--journal-tokens needs an output file (-o FILE), which the tokens lie beside.")
         if name == "-" and sys.stdout is None:
             raise ConfigError("There is no output: stdout is closed.")
-        if options.output_format not in (None, "jsonl"):
+        if options.output_format not in STREAMED:
             raise ConfigError(f"--output-format {options.output_format} needs a file, and {name} is none.")
         stream = OutputStream(own_stdout() if name == "-" else name, "wb")
         _check_not_input(source.stream, os.fstat(stream.fileno()), "stdout" if name == "-" else name)
-        return StreamWriter(stream, input_order=input_order, escape=safe_json if stream.isatty() else None)
+        escape, record = safe_json if stream.isatty() else None, None
+        if options.output_format not in (None, "jsonl"):
+            record = CsvStream(options.output_format, source.names, options.expanded)
+        return StreamWriter(stream, input_order=input_order, escape=escape, record=record)
     form, kind = options.output_form, compression(name)
     is_table = form != "jsonl" or kind is not None
     for written in (path, journal_of(path.resolve())) if is_table else (path,):

@@ -40,6 +40,9 @@ from cbatch.validation.validation import CHECK_TIMEOUT_S, Validation
 if TYPE_CHECKING:
     from cbatch.batch.templates import ColumnTemplate
 
+STREAMED = (None, "jsonl", "csv", "tsv")
+"""Forms of outputs that are no files."""
+
 
 def parse_day(text: str) -> Day:
     """A day as YYYY-MM-DD. Raises ValueError with a sentence."""
@@ -201,7 +204,7 @@ class RunOptions:
             raise ConfigError("--continue-truncated does not go with --truncate-prompt: another limit cuts otherwise.")
         if self.journal_tokens and self.replicas.are_given:
             raise ConfigError("--journal-tokens is for one engine; it does not go with --replicas and --ray.")
-        if self.output == "-" and self.output_format not in (None, "jsonl"):
+        if self.output == "-" and self.output_format not in STREAMED:
             raise ConfigError(f"--output-format {self.output_format} needs an output file (-o FILE).")
 
     def _validation(self) -> Validation | None:

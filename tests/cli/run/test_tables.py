@@ -244,3 +244,25 @@ def test_answers_by_a_schema_become_columns(run: Run, command: Command, tmp_path
     assert (
         "answer_n" not in plain[0] and expanded[0]["answer_n"] in ("1", "2") and expanded[0]["tags"] in ("[]", '["x"]')
     )
+
+
+def test_records_to_stdout(run: Run, command: Command, tmp_path: Path) -> None:
+    """Guards CSV to a pipe: the input's columns from the first row on, and nothing lost of rows that have others."""
+    rows: list[dict[str, Any]] = [{"text": "a"}, {"text": None, "late": [1]}, {"text": "c", "more": "x"}]
+    write_rows(tmp_path / "in.jsonl", rows)
+    assert run(tmp_path / "in.jsonl", tmp_path / "out.jsonl") == 1
+    words = ["run", tmp_path / "in.jsonl", "-m", command.model, *command.options, "--template", "Say: {text}"]
+    command.printed.readouterr()
+    for form in ("csv", "tsv"):
+        assert run_command([*map(str, words), "--output-format", form]) == 1
+        (out := tmp_path / f"piped.{form}").write_text(printed := command.printed.readouterr().out)
+        delimiter = "," if form == "csv" else "\t"
+        assert printed.split("\n")[0].split(delimiter)[:3] == ["index", "input_text", "text"]
+        assert [row["index"] for row in csv.DictReader(io.StringIO(printed), delimiter=delimiter)] == ["0", "1", "2"]
+        assert run_command(["convert", str(out), str(tmp_path / "back.jsonl"), "--overwrite"]) == 0
+        assert (tmp_path / "back.jsonl").read_bytes() == (tmp_path / "out.jsonl").read_bytes()
+    table = tmp_path / "in.csv"
+    table.write_text("id,text,label\nx,,1\n")
+    assert run_command([*map(str, [words[0], table, *words[2:]]), "--output-format", "csv"]) == 0
+    assert command.printed.readouterr().out.startswith("index,id,input_text,label,text,finish_reason")
+    assert run_command([*map(str, words), "--output-format", "parquet"]) == 2
