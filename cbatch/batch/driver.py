@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Container, Generator, Iterable, Iterator, Sequence
+from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
@@ -323,6 +323,10 @@ class BatchDriver(Protocol):
 
     @property
     def num_engines(self) -> int: ...
+
+    @property
+    def model_parts(self) -> Mapping[str, str]:
+        """What decides the model's fingerprint, by names for people (see `Origin`)."""
 
     def stats(self) -> EngineStats:
         """The sums over all engines, those that have died included (see `total_stats`)."""

@@ -8,7 +8,7 @@ that are not finished, for a later run.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -49,6 +49,10 @@ class EngineDriver:
     @property
     def limits(self) -> EngineLimits:
         return self._engine_thread.engine.limits
+
+    @property
+    def model_parts(self) -> Mapping[str, str]:
+        return self._engine_thread.engine.fingerprint_parts
 
     def stats(self) -> EngineStats:
         return self._engine_thread.stats()

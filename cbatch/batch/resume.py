@@ -122,12 +122,14 @@ class Resuming(NamedTuple):
     max_tokens:        the limit of this run, if rows that a lower one has ended are to go on
     carried_by:        gives the columns that the row of a line carries along, if rows may take over answers to lines
                        that differ only there
+    explain:           says why two keys differ
     """
 
     retry_errors: bool = False
     recompute_changed: bool = False
     max_tokens: int | None = None
     carried_by: Callable[[Line], Fields] | None = None
+    explain: Callable[[str, str], str] = explain_difference
 
 
 KEEP = Resuming()
@@ -230,7 +232,7 @@ def plan_resume(journal: Journal, lines: Iterator[Line], keyed: Keyed, how: Resu
             plan.take_over(line.index, number, key, made)
             plan.carried += 1
         elif journal.key(number) not in earlier:
-            plan.add_misfit(f"made with {explain_difference(key, journal.key(number))}", line.index)
+            plan.add_misfit(f"made with {how.explain(key, journal.key(number))}", line.index)
             journal.indices[number] = SUPERSEDED
         elif (made := with_key(row := journal.row(number), key)) is not None:
             plan.take_over(line.index, number, key, made)

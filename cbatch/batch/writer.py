@@ -26,6 +26,7 @@ from cbatch.base.errors import (
 from cbatch.batch.driver import RowStream
 from cbatch.batch.journal import SUPERSEDED, Journal, with_check
 from cbatch.batch.lines import Line, checked_lines
+from cbatch.batch.origin import origin_path
 from cbatch.batch.resume import KEEP, Keyed, ResumePlan, Resuming, plan_resume
 from cbatch.batch.row import Row
 from cbatch.batch.token_journal import is_token_journal, remove_token_journal, token_journal_of
@@ -168,6 +169,8 @@ class FileWriter(RowWriter):
         self._ordered_path = self._path.with_name(f".{stem}.cbatch-sorting")
         self.tokens_path = token_journal_of(self._path)
         """Where tokens of rows that are not finished may lie. They are removed when all rows are."""
+        self.final_path = self._path
+        """Where the rows are in the end."""
         self._input_order = input_order
         self._journal = Journal()
         self._unsynced_since: float | None = None
@@ -297,6 +300,8 @@ class FileWriter(RowWriter):
         try:
             if self._is_new and not os.fstat(self._fd).st_size:
                 self._path.unlink(missing_ok=True)
+                if not self.final_path.exists():
+                    origin_path(self.final_path).unlink(missing_ok=True)
             else:
                 self._sync()
         finally:

@@ -104,6 +104,20 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
     @property
+    def fingerprint_parts(self) -> dict[str, str]:
+        """What decides `fingerprint`, by names for people; # begins a hash."""
+        templates = json.dumps(self.tokenizer.templates if self.tokenizer else None)
+        parts = {name: f"#{value}" for name, value in self.loaded.parts.items() if name != "all"}
+        parts = parts or {"model": f"#{self.loaded.fingerprint}"}
+        return parts | {
+            "dtype": str(getattr(self.model, "quantization", None) or self.model.dtype).removeprefix("torch."),
+            "chat template": f"#{hashlib.blake2b(templates.encode(), digest_size=8).hexdigest()}",
+            "end tokens": ", ".join(map(str, sorted(self.loaded.eos_ids))),
+            "--state-dtype": self.config.state_dtype,
+            "--kv-dtype": self.config.kv_dtype,
+        }
+
+    @property
     def limits(self) -> EngineLimits:
         """How long sequences can get, and how much the engine takes at once."""
         now = self.scheduler

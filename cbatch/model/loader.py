@@ -93,6 +93,7 @@ class LoadedModel:
     max_tokens: the limit of an output in generation_config.json, if there is one
     not_applied: keys of its files that are not supported and would change the output
     fingerprint: hash of the model's files (see `fingerprint`); empty for a model made in memory
+    parts:      hashes of some of these files, by what they hold
     fast_model: the model on the fast path, if it has one; then the transformers model is made on demand
     placement:  what lies where, if the model is spread over devices
     path:       `fast`, or `transformers` and why
@@ -108,6 +109,7 @@ class LoadedModel:
     max_tokens: int | None = None
     not_applied: tuple[str, ...] = ()
     fingerprint: str = ""
+    parts: Mapping[str, str] = field(default_factory=dict)
     fast_model: Model | None = field(default=None, repr=False)
     placement: Placement | None = None
     path: str = ""
@@ -172,6 +174,7 @@ def _load(plan: LoadPlan) -> LoadedModel:
             placement = placement_of(network)
             _log.warning("%s", f"The model is spread: {placement}. {placement.cost}".strip())
     ends = end_ids(vocab_size, config, settings, tokenizer=tokenizer, default=default_end)
+    parts = fingerprints(folder)
     return LoadedModel(
         name=name,
         make_network=make_network,
@@ -180,7 +183,8 @@ def _load(plan: LoadPlan) -> LoadedModel:
         eos_ids=ends,
         max_tokens=settings.get("max_new_tokens"),
         not_applied=tuple(key for key in NOT_APPLIED if settings.get(key) not in (None, NOT_APPLIED[key])),
-        fingerprint=fingerprint(folder),
+        fingerprint=parts["all"],
+        parts=parts,
         fast_model=fast_model,
         placement=placement,
         path=path,
@@ -387,23 +391,33 @@ TOKENIZER_FILES = ("tokenizer.json", "added_tokens.json", "vocab*", "merges.txt"
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash of the model in a folder, 32 hexadecimal digits.
+    """A hash of the model in a folder, 32 hexadecimal digits (see `fingerprints`)."""
+    return fingerprints(folder)["all"]
+
+
+def fingerprints(folder: Path) -> dict[str, str]:
+    """Hashes of the model in a folder, 32 hexadecimal digits: of all of it, and of its parts.
 
     Only a few bytes of each tensor are read, at even distances, so that large models take no longer. Names, paths and
     times do not count. Raises ModelError for weights that are not safetensors files.
     """
-    digest = hashlib.blake2b(digest_size=16)
+    digests: dict[str, hashlib.blake2b] = {}
+
+    def update(part: str, data: bytes) -> None:
+        for name in ("all", part):
+            digests.setdefault(name, hashlib.blake2b(digest_size=16)).update(data)
+
     for name in ("config.json", "tokenizer_config.json", "special_tokens_map.json"):
         settings = read_json_object(folder / name)
         kept = {key: value for key, value in settings.items() if key not in NAMES_AND_VERSIONS}
-        digest.update(json.dumps(kept, sort_keys=True).encode())
+        update("config.json" if name == "config.json" else "tokenizer", json.dumps(kept, sort_keys=True).encode())
     for path in sorted(path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()):
         with open_regular(path) as opened:
-            digest.update(hashlib.file_digest(opened, hashlib.blake2b).digest())
+            update("tokenizer", hashlib.file_digest(opened, hashlib.blake2b).digest())
     for path in weight_files(folder) or sorted(folder.glob("*.safetensors")):
         for sample in _samples(path):
-            digest.update(sample)
-    return digest.hexdigest()
+            update("weights", sample)
+    return {part: digest.hexdigest() for part, digest in digests.items()}
 
 
 def _samples(path: Path) -> Iterator[bytes]:

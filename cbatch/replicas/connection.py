@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cbatch.base.config import EngineConfig
@@ -43,6 +43,7 @@ class ReplicaInfo:
     description: what was loaded, as names and values for people
     load_s:      seconds that loading took
     host, pid:   where the replica runs
+    parts:       what decides the fingerprint, by names for people
     """
 
     fingerprint: str
@@ -51,6 +52,7 @@ class ReplicaInfo:
     load_s: float
     host: str
     pid: int
+    parts: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

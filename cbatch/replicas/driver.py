@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
@@ -74,6 +74,10 @@ class ReplicaDriver(AbstractContextManager["ReplicaDriver"]):
         except BaseException:
             self.close()
             raise
+
+    @property
+    def model_parts(self) -> Mapping[str, str]:
+        return self.info.parts
 
     @property
     def has_failed(self) -> bool:

@@ -56,6 +56,7 @@ class Replica:
             load_s=self._load_s,
             host=socket.gethostname(),
             pid=os.getpid(),
+            parts=self._engine.core.fingerprint_parts,
         )
 
     def keys(self, options: RowOptions, lines: list[Line]) -> list[str]:

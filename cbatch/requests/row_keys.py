@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -86,18 +87,45 @@ def _dump(value: object) -> bytes:
     return _ENCODER.encode(value).encode()
 
 
-def explain_difference(here: str, there: str) -> str:
-    """Says what must have changed if two keys of the same line differ."""
-    if here[MODEL] != there[MODEL]:
+Origin = Mapping[str, Mapping[str, str]]
+"""What the keys of a run come of: for each part of them, names for people and values; # begins a hash of one."""
+
+
+NONE = "none"
+"""Stands for the value of what was not given."""
+
+
+def explain_difference(here: str, there: str, now: Origin | None = None, then: Origin | None = None) -> str:
+    """Says what must have changed if two keys of the same line differ.
+
+    now, then: what both come of, as far as that is known
+    """
+    part = "model" if here[MODEL] != there[MODEL] else "input" if here[INPUT] != there[INPUT] else "sampling"
+    if now and then and (changed := _changed(now.get(part, {}), then.get(part, {}))):
+        return f"different {', '.join(changed)}"
+    if part == "model":
         return "another model, dtype, chat template, --max-model-len or --date"
     if (here[SAMPLING] == NO_SAMPLING) != (there[SAMPLING] == NO_SAMPLING):
         return "a line that was refused then and is accepted now, or the other way round (perhaps --allow-unknown)"
-    if here[INPUT] != there[INPUT]:
+    if now and then:
+        is_input = part == "input"
+        return "another id, prompt, field or LoRA adapter of the line" if is_input else "other parameters in the line"
+    if part == "input":
         return (
             "another input, another --system, --template, --template-kwargs, --raw or --format, another LoRA adapter, "
             "or a version of cbatch that read a column differently"
         )
     return f"other sampling parameters, another seed, {OPTIONS}, --validate, --tries, or a KV cache of another size"
+
+
+def _changed(now: Mapping[str, str], then: Mapping[str, str]) -> list[str]:
+    changed = []
+    for name in dict.fromkeys([*now, *then]):
+        values = [one.get(name, NONE) for one in (then, now)]
+        if values[0] != values[1]:
+            is_hash = any(value.startswith("#") for value in values)
+            changed.append(name if is_hash else f"{name} ({values[0]} then, {values[1]} now)")
+    return changed
 
 
 def _hash(data: bytes, part: slice) -> str:

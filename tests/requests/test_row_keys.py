@@ -33,6 +33,24 @@ def test_default_parameters_are_left_out() -> None:
     assert canonical_params(SamplingParams(allowed_token_ids=[7, 5, 7])) == b'{"allowed_token_ids": [5, 7]}'
 
 
+def test_what_is_known_of_a_run_is_named() -> None:
+    """Guards the message against naming all that may have changed, if it is known what has."""
+    origin = {
+        "model": {"dtype": "float32", "weights": "#1"},
+        "sampling": {"--seed": "0"},
+        "input": {"--system": "none"},
+    }
+    other = KeyMaker("other").for_row(Request(id="a", text="hi"), canonical_params(SamplingParams()), 0)
+    then = {**origin, "model": {"dtype": "bfloat16", "weights": "#2"}}
+    assert explain_difference(key(), other, origin, then) == "different dtype (bfloat16 then, float32 now), weights"
+    then = {**origin, "sampling": {}}
+    assert explain_difference(key(), key(seed=1), origin, then) == "different --seed (none then, 0 now)"
+    assert "other parameters in the line" in explain_difference(key(), key(seed=1), origin, origin)
+    assert "another id, prompt" in explain_difference(key(), key(prompt="ho"), origin, origin)
+    assert "another model" in explain_difference(key(), other, origin, origin)
+    assert "another seed" in explain_difference(key(), key(seed=1), origin, {})
+
+
 def test_what_differs_is_named() -> None:
     """Guards the message that says why rows are not kept."""
     other = KeyMaker("other").for_row(Request(id="a", text="hi"), canonical_params(SamplingParams()), 0)

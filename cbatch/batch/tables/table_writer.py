@@ -109,7 +109,7 @@ class TableWriter(FileWriter):
         """Those of a finished table."""
         super().__init__(journal_of(self._table_path), input_order=input_order)
         self._name = self._place = str(self._path if path.is_symlink() else journal_of(path))
-        self._final_name = str(path)
+        self._final_name, self.final_path = str(path), self._table_path
         self.tokens_path = token_journal_of(self._table_path)
 
     @property

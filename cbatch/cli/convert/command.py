@@ -40,6 +40,7 @@ def convert(
     ends with a torn row, which is left out.
     """
     from cbatch.batch.journal import StoredRows
+    from cbatch.batch.origin import read_origin, write_origin
     from cbatch.batch.row import Row
     from cbatch.batch.tables.table_writer import TableWriter, open_results
 
@@ -64,6 +65,8 @@ def convert(
             except BaseException:
                 output.start()  # without rows, so that nothing stays beside OUT
                 raise
+    if origin := read_origin(read.resolve()):
+        write_origin(path.resolve(), origin)
     if not quiet:
         notice(f"{target}: {format_count(len(stored), 'row')}")
     if stored.journal.torn:

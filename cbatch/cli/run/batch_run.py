@@ -12,6 +12,7 @@ from cbatch.base.errors import ConfigError, ReaderGone
 from cbatch.base.units import format_count, word_for
 from cbatch.batch.driver import BatchDriver
 from cbatch.batch.lines import Line, RowOptions, parse_line
+from cbatch.batch.origin import origin_of, read_origin, write_origin
 from cbatch.batch.resume import ResumePlan, Resuming
 from cbatch.batch.row import Row
 from cbatch.batch.tables.row_input import RowInput
@@ -19,6 +20,7 @@ from cbatch.batch.writer import FileWriter, RowWriter, run_stream
 from cbatch.cli.common.console import Details, ProgressState, no_details, notice
 from cbatch.cli.run.options import RunOptions
 from cbatch.cli.run.stats import RunProgress, RunStats
+from cbatch.requests.row_keys import explain_difference
 
 ShowProgress = Callable[[int | None, ProgressState, Details], AbstractContextManager[Callable[[], None]]]
 """Opens a display of progress, with the number of rows if it is known; see `show_progress`."""
@@ -93,8 +95,10 @@ def _prepare_file(
     progress: ShowProgress,
 ) -> tuple[Iterator[Line], ResumePlan]:
     """Prepares the output file for this run. Returns the input, at its beginning, and the rows that are kept."""
+    origin = origin_of(driver.model_parts, driver.limits.sequence, row_options, options.template)
     if not (options.resume and output.has_content):
         output.start()
+        write_origin(output.final_path, origin)
         return source.lines(), ResumePlan()
     journal = output.journal()
     first, again = source.read_twice()
@@ -111,9 +115,14 @@ def _prepare_file(
     with progress(rows, lambda: (compared, "compared with the input"), no_details) as tick:
         limit = options.max_tokens if options.continue_truncated else None
         how = Resuming(
-            options.retry_errors, options.recompute_changed, limit, lambda line: parse_line(line, row_options).extra
+            options.retry_errors,
+            options.recompute_changed,
+            limit,
+            lambda line: parse_line(line, row_options).extra,
+            partial(explain_difference, now=origin, then=read_origin(output.final_path)),
         )
         plan = output.resume(journal, first, keyed, how)
+        write_origin(output.final_path, origin)
     if not plan.fits:
         output.resume_with = "--resume --recompute-changed"
     if options.quiet:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
+from pathlib import Path
 
 from cbatch.base.errors import ConfigError
 from cbatch.batch.driver import BatchDriver
 from cbatch.batch.forms import unit_of
 from cbatch.batch.journal import StoredRow, StoredRows
 from cbatch.batch.lines import Line, RowOptions, checked_lines
+from cbatch.batch.origin import origin_of, read_origin
 from cbatch.batch.row import Row
 from cbatch.batch.tables.row_input import RowInput
 from cbatch.batch.writer import RowWriter, run_stream
@@ -31,7 +33,9 @@ def verify_rows(driver: BatchDriver, options: VerifyOptions, source: RowInput, s
     rows, report = _sampled(options, stored)
     row_options = options.run.row_options()
     wanted = (line for line in checked_lines(source.lines()) if line.index in rows)
-    lines = _fitting(driver, row_options, list(islice(wanted, len(rows))), rows, report)
+    origin = origin_of(driver.model_parts, driver.limits.sequence, row_options, options.run.template)
+    explain = partial(explain_difference, now=origin, then=read_origin(Path(options.run.output).resolve()))
+    lines = _fitting(driver, row_options, list(islice(wanted, len(rows))), rows, report, explain)
     alone, together = (driver.open(row_options, window=window) for window in (1, None))
     mixed = random.Random(options.sample_seed).sample(lines, len(lines))  # rows get other neighbours
     done = 0
@@ -73,7 +77,12 @@ def _sampled(options: VerifyOptions, stored: StoredRows) -> tuple[dict[int, Stor
 
 
 def _fitting(
-    driver: BatchDriver, options: RowOptions, lines: list[Line], rows: dict[int, StoredRow], report: Report
+    driver: BatchDriver,
+    options: RowOptions,
+    lines: list[Line],
+    rows: dict[int, StoredRow],
+    report: Report,
+    explain: Callable[[str, str], str],
 ) -> list[Line]:
     report.left_out["no line"] += len(rows) - len(lines)
     fitting = []
@@ -82,7 +91,7 @@ def _fitting(
         if key == row.key:
             fitting.append(line)
         else:
-            reason = explain_difference(key, row.key)
+            reason = explain(key, row.key)
             report.misfits[reason] += 1
             report.first_misfit.setdefault(reason, row)
     return fitting

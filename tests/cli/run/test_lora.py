@@ -50,4 +50,4 @@ def test_rows_choose_their_adapter(command: Command, adapter: Path) -> None:
     assert command("--lora", f"new={adapter}", "--resume") == 1
     save_sql(adapter, seed=2)
     command.said()
-    assert command("--resume") == 2 and "another LoRA adapter" in command.said()
+    assert command("--resume") == 2 and "LoRA adapter of the line" in command.said()

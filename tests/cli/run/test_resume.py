@@ -143,7 +143,7 @@ def test_rows_that_a_small_cache_cut_off_are_known(command: Command) -> None:
     long = {"prompt": "hello", "max_tokens": 60, "ignore_eos": True}
     command.write([long, {"prompt": "hello", "max_tokens": 5}, {"prompt": "x " * 400}])
     assert command("--kv-blocks", "3") == 1
-    assert command("--resume") == 2 and "1 made with other sampling parameters" in command.said()
+    assert command("--resume") == 2 and "1 made with different size of the KV cache" in command.said()
     assert command("--resume", "--kv-blocks", "3") == 1 and command.counts()[0] == 3
     assert command("--resume", "--recompute-changed") == 1 and command.counts() == (2, 1)
     assert command.rows()[0]["usage"]["completion_tokens"] == 60
@@ -156,7 +156,7 @@ def test_a_signal_during_the_final_ordering(done: Command, whole: bytes, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "row", lambda self, number: signal.raise_signal(signal.SIGINT) or b"")
         assert done("--resume") == 130
-    assert done.data == mixed and len(list(done.folder.iterdir())) == 3
+    assert done.data == mixed and len(list(done.folder.iterdir())) == 4
     assert done("--resume") == 1 and done.data == whole
 
 
@@ -367,3 +367,36 @@ def test_the_fingerprint_is_of_the_content(done: Command, tmp_path: Path, model_
     content[-4:] = b"\x00\x00\x80\x3f"
     weights.write_bytes(content)
     assert done("--resume", "-m", moved) == 2
+
+
+def test_the_cause_of_another_key_is_said(command: Command, tmp_path: Path) -> None:
+    """Guards what a run keeps beside its output: which option, file or line changed; without it, all that may have."""
+    rows: list[dict[str, Any]] = [{"id": "a", "prompt": "hello"}, {"id": "b", "prompt": "there", "max_tokens": 3}]
+    template = tmp_path / "say.jinja"
+    template.write_text("Say {{ prompt }}")
+    command.write(rows)
+    command.options += ("--template", template, "--max-tokens", "4")
+    assert command() == 0
+    command.model = shutil.copytree(command.model, tmp_path / "other")
+
+    def cause(*arguments: object) -> str:
+        assert command("--resume", *arguments) == 2
+        return command.said().split("this run: ")[1].split(" (first: ")[0]
+
+    assert cause("--seed", "1", "--system", "brief") == "2 made with different --system (none then, brief now)"
+    assert cause("--seed", "1", "-q") == "2 made with different --seed (0 then, 1 now)"
+    assert cause("--dtype", "bfloat16") == "2 made with different dtype (float32 then, bfloat16 now)"
+    for name, part in (("chat_template.jinja", "chat template"), ("tokenizer_config.json", "tokenizer")):
+        before = (file := command.model / name).read_text()
+        file.write_text(f"x{before}" if "jinja" in name else json.dumps(json.loads(before) | {"new": 1}))
+        assert cause() == f"2 made with different {part}"
+        file.write_text(before)
+    template.write_text("Tell {{ prompt }}")
+    assert cause() == "2 made with different --template (Say {{ prompt }} then, Tell {{ prompt }} now)"
+    template.write_text("Say {{ prompt }}")
+    command.write([{**rows[0], "prompt": "other"}, rows[1]])
+    assert cause() == "1 made with another id, prompt, field or LoRA adapter of the line"
+    (command.folder / f".{command.out.name}.cbatch-origin").write_text("[")
+    assert cause().startswith("1 made with another input, another --system")
+    assert command("--resume", "--recompute-changed") == 0
+    assert cause("--seed", "1").startswith("2 made with different --seed")

@@ -161,7 +161,10 @@ def test_a_finished_table_is_verified_and_goes_on(run: Run, command: Command, tm
     assert run(source, out, "--resume") == 0 and command.counts() == (5, 2)
     before = out.read_bytes()
     assert run(source, out, "--resume", "--max-tokens", "4") == 2 and out.read_bytes() == before
-    assert f"{out} holds rows that do not fit this run: 7 made with other sampling" in command.said()
+    assert (
+        f"{out} holds rows that do not fit this run: 7 made with different --max-tokens (3 then, 4 now)"
+        in command.said()
+    )
     assert run(source, out, "--resume", "--max-tokens", "4", "--recompute-changed") == 0 and command.counts() == (0, 7)
     assert run(source, whole, "--max-tokens", "4") == 0 and whole.read_bytes() == out.read_bytes()
     assert not list(tmp_path.glob("*.journal.jsonl"))
@@ -209,7 +212,7 @@ def test_a_changed_column_computes_nothing(run: Run, command: Command, tmp_path:
     rows[2]["text"] = "changed"
     write_rows(source, rows)
     assert run(source, out, "--resume") == 2
-    assert "1 made with another input" in command.said()
+    assert "1 made with another id, prompt, field or" in command.said()
     assert run(source, out, "--resume", "--recompute-changed") == 0 and command.counts() == (4, 1)
 
 
