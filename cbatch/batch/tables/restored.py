@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -37,6 +38,9 @@ _ORDER = (
 """Fields of a row in their order. One that is missing here costs a cell in `REST`."""
 
 REST_COLUMN = Column(REST, REST, "answer", Kinds.TEXT)
+_STARTS = frozenset('{["-0123456789tfn \t\r\n')
+"""Characters that JSON begins with."""
+
 _USAGE = ("prompt_tokens", "completion_tokens", "total_tokens", "reasoning_tokens")
 _ABSENT = object()
 
@@ -94,12 +98,7 @@ def _shows(cells: Mapping[str, Any], fields: Fields) -> bool:
 
 
 def _readings(cells: Mapping[str, Any], *, has_blanks: bool) -> Iterator[Fields]:
-    names = list(cells)
-    start, stop = names.index("text"), names.index("finish_reason") if "finish_reason" in cells else 0
-    inputs = [name for name in names[:start] if name not in FIRST]
-    properties = names[start + 1 : stop]  # which stand in the text
-    others = [name for name in names if name not in (*inputs, *properties)]
-    own = own_names(inputs, {*ALWAYS, *others, REST})
+    own, others = _parts(tuple(cells))
     answer = {name: _answer_value(name, cells[name]) for name in others}
     if has_blanks:
         answer["text"] = answer["text"] or ""
@@ -115,6 +114,16 @@ def _readings(cells: Mapping[str, Any], *, has_blanks: bool) -> Iterator[Fields]
         yield _row(answer | {"id": (_parsed(identity) if as_json else identity) or None}, extra)
 
 
+@lru_cache(16)
+def _parts(names: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
+    """The names in the input of those columns that came from there, and the columns of the answer's fields."""
+    start, stop = names.index("text"), names.index("finish_reason") if "finish_reason" in names else 0
+    inputs = [name for name in names[:start] if name not in FIRST]
+    properties = names[start + 1 : stop]  # which stand in the text
+    others = [name for name in names if name not in (*inputs, *properties)]
+    return own_names(inputs, {*ALWAYS, *others, REST}), others
+
+
 def _answer_value(name: str, value: Any) -> Any:
     if value is None or (value == "" and name != "text"):
         return None
@@ -122,7 +131,9 @@ def _answer_value(name: str, value: Any) -> Any:
 
 
 def _parsed(value: Any) -> Any:
-    if isinstance(value, str):
+    if isinstance(value, str) and value[:1] in _STARTS:  # else the reader would take most of the time of a row
+        if value.isdecimal() and value.isascii() and len(value) < 19 and (value[0] != "0" or value == "0"):
+            return int(value)
         with suppress(ValueError):
             return parse_json_value(value)
     return value
