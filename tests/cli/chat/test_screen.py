@@ -206,6 +206,11 @@ def test_text_that_grows_is_laid_out_as_the_whole(text: str, width: int, data: s
     check_growing(text, width, data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
 
 
+def test_the_line_below_the_header_of_a_table_is_still_written() -> None:
+    """Guards the paragraph above a line that is the header of a table only until the line below it is longer."""
+    check_growing("**one\n| two** |\n|-|-|\n", 60, [18])
+
+
 @settings(max_examples=60)
 @given(TEXT, st.integers(2, 30), st.data())
 def test_text_that_grows_beyond_the_limits(text: str, width: int, data: st.DataObject) -> None:

@@ -89,7 +89,8 @@ class MarkdownLayout:
         for block in _groups(tokens):  # items of a list are finished one by one
             blocks += _groups(block[1:-1]) if block[0].type.endswith("_list_open") else [block]
         starts = [_start(block) for block in blocks]
-        num_done = sum(start < len(source) - 1 for start in starts[1:])
+        begun = [_start(block) + (block[0].type == "table_open") for block in blocks]  # by the line below its header
+        num_done = sum(line < len(source) - 1 for line in begun[1:])
         self._done += self._lines(source, blocks[:num_done])
         self._open = self._lines(source, blocks[num_done:])
         if num_done:
