@@ -82,7 +82,8 @@ def test_text_that_is_cut_to_fit() -> None:
     """Guards what `fitted` keeps: beginning and end, whole lines if there are any, in as many tokens as there are."""
     engine: Any = SimpleNamespace(encode=lambda text, raw: text.split(" "))
     for text in ("one two\n" * 500, "word " * 3000, "x" * 5000):
-        for room in (0, 1, 10, 100):
+        assert fitted(engine, text, 0) == ("", len(text))
+        for room in (1, 10, 100):
             shorter, left_out = fitted(engine, text, room)
             beginning, note, end = shorter.partition(f"\n[{left_out:,} characters left out]\n\n")
             assert note and text.startswith(beginning) and text.endswith(end)

@@ -448,7 +448,7 @@ def test_an_earlier_message_is_edited(runs: ForkServer, tmp_path: Path) -> None:
         chat.wait_for_sessions("1 main [2 s2]")
         chat.say("What is my name?", "Your name is Bob.")
         chat.say("/switch main", "Your name is Ada.")
-        assert chat.screen.title == "main · cbatch"
+        chat.until(lambda: chat.screen.title == "main · cbatch", "the title does not say which session is shown")
         chat.say("/set ignore_eos true")
         chat.ask_for_long()
         chat.send("\x1b2")
