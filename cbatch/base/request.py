@@ -86,6 +86,7 @@ class Request:
     bad_words:       sequences of tokens that may not be generated
     adapter_number:  of its LoRA adapter, from 1 on; 0 for none
     position_offset: what is added to its position ids: a model may encode long sequences in another way
+    started_at:      when the first of its outputs got a slot, in seconds of `time.monotonic`
     on_event:        takes its events; None before it is submitted and after its last event
     unfinished:      numbers of the outputs whose last event has not come; empty once it is cancelled
     """
@@ -136,6 +137,7 @@ class Request:
     bad_words: Sequence[Sequence[int]] = ()
     adapter_number: int = 0
     position_offset: int = 0
+    started_at: float | None = None
     on_event: EventCallback | None = None
     unfinished: set[int] = field(default_factory=set)
 
@@ -164,8 +166,8 @@ class Request:
         """Another request for the same row, with some fields replaced, to be encoded."""
         if "messages" in changes:
             changes = {"prompt_ids": (), "dropped_tokens": 0, **changes}
-        anew: dict[str, Any] = {"grammar": None, "known": (), "request_id": None, "on_event": None, "unfinished": set()}
-        return replace(self, first=self.first or self, **anew, **changes)
+        anew: dict[str, Any] = dict.fromkeys(["grammar", "request_id", "started_at", "on_event"])
+        return replace(self, first=self.first or self, known=(), unfinished=set(), **anew, **changes)
 
     def without_source(self) -> Request:
         """The encoded request as an engine needs it, without its source, which may be much larger."""

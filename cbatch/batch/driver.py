@@ -138,7 +138,7 @@ class RowStream(ABC):
     of the consumer, which iterates over `finished`. A window bounds the rows between reader and consumer.
 
     signum:        of the signal that has interrupted it
-    started_at:    when the first row was taken, in seconds of `time.monotonic`
+    started_at:    when the first row was taken, in seconds of `time.monotonic`; `interrupted_at`: when that came
     output_tokens: tokens generated so far
     poll_s:        how long `finished` waits for rows before it gives none
     has_given_all: whether `finished` has given every row of its source; true with the last of them already
@@ -158,6 +158,7 @@ class RowStream(ABC):
         self._is_over = self.has_given_all = False
         self.signum: int | None = None
         self.started_at: float | None = None
+        self.interrupted_at: float | None = None
         self.poll_s = POLL_SECONDS
 
     def finished(self, source: Iterable[Line], kept: Container[int] = ()) -> Generator[list[Row]]:
@@ -203,7 +204,7 @@ class RowStream(ABC):
 
     def interrupt(self, signum: int) -> None:
         """Ends `finished` once it has given the rows that are finished by now. May be called in a signal handler."""
-        self.signum = signum
+        self.signum, self.interrupted_at = signum, time.monotonic()
         self._inbox.put(STOP_REQUESTED)
 
     def ahead(self) -> WorkAhead | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from cbatch.base.errors import EngineError, in_short
@@ -30,7 +31,7 @@ from cbatch.batch.feed import EngineFeed, OutputForecast, beginning_of, output_l
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.lines import Line, RowOptions
 from cbatch.batch.rounds import Rounds
-from cbatch.batch.row import Row
+from cbatch.batch.row import NO_TOKENS, Row
 from cbatch.engine.stats import EngineStats
 from cbatch.engine.thread import EngineThread
 from cbatch.requests.completion import Completion, Timing
@@ -225,6 +226,9 @@ class EngineStream(RowStream):
                 continue
             if completion is None:
                 completion = row.outputs.completion()
+                if row.usage is NO_TOKENS:  # a further request of the row counts from the slot of the first
+                    row.taken_at = row.request.started_at or row.taken_at
+                completion.timing = replace(completion.timing, taken_at=row.taken_at)
                 if how == "cached":
                     completion.reused = completion.usage
                 completion.usage, completion.reused = row.usage + completion.usage, row.reused + completion.reused

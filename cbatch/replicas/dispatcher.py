@@ -44,12 +44,12 @@ class _Hand:
     """The state of one life of a replica.
 
     slots:     rows that it computes at once
-    rows:      index of each of its rows, and when it was given
+    rows:      indices of its rows
     cancelled: indices of rows that others have finished, which it has not been told yet
     """
 
     slots: int
-    rows: dict[int, float] = field(default_factory=dict)
+    rows: set[int] = field(default_factory=set)
     cancelled: list[int] = field(default_factory=list)
 
     @property
@@ -128,7 +128,7 @@ class Dispatcher:
             else:
                 self._suspects.appendleft(row)
 
-    def take(self, number: int, now: float) -> Work:
+    def take(self, number: int) -> Work:
         """The next task of the replica; the rows are in its hands now."""
         hand = self._hands[number]
         cancelled, hand.cancelled = hand.cancelled, []
@@ -140,29 +140,22 @@ class Dispatcher:
         num_copies = sum(bool(row.holders) for row in rows)
         for row in rows:
             row.holders.append(number)
-            hand.rows[row.index] = now
+            hand.rows.add(row.index)
         return Work(lines, cancelled, num_copies)
 
-    def finish(self, number: int, index: int) -> tuple[Row, float] | None:
-        """A replica has answered for a row.
-
-        Returns the row, and the seconds from when it was taken to when it was given away; None if somebody has answered
-        before.
-        """
+    def finish(self, number: int, index: int) -> Row | None:
+        """A replica has answered for a row. Returns the row; None if somebody has answered before."""
         row = self._rows.pop(index, None)
         if row is None:
             return None
         if not row.holders and self._queue.pop(index, None) is None:  # an answer from a life that was given up
             next(rows for rows in (self._suspects, self._alone, self._failed) if row in rows).remove(row)
-        given_at = row.taken_at
         for holder in row.holders:
             hand = self._hands[holder]
-            since = hand.rows.pop(index)
-            if holder == number:
-                given_at = since
-            else:
+            hand.rows.remove(index)
+            if holder != number:
                 hand.cancelled.append(index)
-        return row, given_at - row.taken_at
+        return row
 
     def num_held(self, number: int) -> int:
         return len(self._hands[number].rows)

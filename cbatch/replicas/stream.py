@@ -154,10 +154,10 @@ class ReplicaStream(RowStream, Job):
         """Gives a replica rows for finished ones. Waits at most IDLE_SECONDS if there is nothing to do."""
         number = life.number
         with self._shared.lock:
-            work = self._dispatcher.take(number, time.monotonic())
+            work = self._dispatcher.take(number)
             if not work and not self._dispatcher.num_held(number) and not self._is_over:
                 self._rows_came.wait(IDLE_SECONDS)
-                work = self._dispatcher.take(number, time.monotonic())
+                work = self._dispatcher.take(number)
             if self._is_over:
                 return
             life.num_copies += work.num_copies
@@ -190,13 +190,9 @@ class ReplicaStream(RowStream, Job):
         rows: list[Row] = []
         with self._shared.lock:
             for index, data, outcome in finished:
-                if (found := self._dispatcher.finish(life.number, index)) is None:
-                    continue
-                row, waited_s = found
-                if outcome.ttft_s is not None:
-                    outcome = outcome._replace(ttft_s=waited_s + outcome.ttft_s)
-                row.receive(data, outcome, now)
-                rows.append(row)
+                if (row := self._dispatcher.finish(life.number, index)) is not None:
+                    row.receive(data, outcome, now)
+                    rows.append(row)
         new_tokens = num_tokens - self._num_tokens[life.number]
         self._num_tokens[life.number] = num_tokens
         life.num_rows += sum(row.deaths < MAX_DEATHS for row in rows)

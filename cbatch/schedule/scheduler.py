@@ -22,6 +22,7 @@ the oldest request of the highest priority is never preempted and always advance
 from __future__ import annotations
 
 import heapq
+import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -312,6 +313,7 @@ class Scheduler:
         self.waiting.remove(sequence)
         self.states.start(sequence, prefix, len(cached), self.waiting)
         self.running.append(sequence)
+        sequence.request.started_at = sequence.request.started_at or time.monotonic()
         self.pool.touch(shared)
         sequence.blocks = shared + self.pool.allocate(self.pool.blocks_for(sequence.num_tokens) - len(shared))
         sequence.num_computed = len(shared) * self.pool.block_size
