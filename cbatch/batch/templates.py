@@ -70,6 +70,7 @@ class PromptTemplate:
 
     names: the columns without which no prompt can be made
     is_constant: whether it uses no column
+    constant_behind: characters of its own text behind the first column
     """
 
     def __init__(self, text: str) -> None:
@@ -87,6 +88,8 @@ class PromptTemplate:
         self._parts = [(literal, name) for literal, name, _, _ in parts]
         self.names = list(dict.fromkeys(name for _, name in self._parts if name is not None))
         self.is_constant = not self.names
+        first = next((number for number, (_, name) in enumerate(self._parts) if name is not None), len(self._parts))
+        self.constant_behind = sum(len(literal) for literal, _ in self._parts[first + 1 :])
 
     def render(self, columns: Mapping[str, object]) -> str:
         """The prompt for a row. Raises RequestError (`template_error`) if a column is missing or null."""
@@ -105,6 +108,7 @@ class JinjaTemplate:
 
     names: the columns without which it is likely that no prompt can be made: what it nowhere tests to be there
     is_constant: whether it uses nothing of a row
+    constant_behind: characters of its own text behind the first column, without what stands in loops and conditions
     """
 
     def __init__(self, path: Path) -> None:
@@ -120,6 +124,7 @@ class JinjaTemplate:
         except TemplateError as error:
             line = f", line {number}" if (number := getattr(error, "lineno", None)) else ""
             raise ConfigError(f"The template {path}{line} cannot be read: {error}.") from error
+        self.constant_behind = _constant_behind(environment.parse(text))
         used, tested = _used(environment, text)
         self.names, self.is_constant = sorted(used - tested - {ROW}), not used
 
@@ -140,6 +145,16 @@ def _printed(value: Any) -> Any:
 
         raise TemplateError("it prints a column that is null; test it, or write {{ column or '' }}")
     return value
+
+
+def _constant_behind(tree: Any) -> int:
+    from jinja2 import nodes
+
+    parts = [part for node in tree.body for part in (node.nodes if isinstance(node, nodes.Output) else [node])]
+    uses = (any(name.ctx == "load" for name in part.find_all(nodes.Name)) for part in parts)
+    first = next((number for number, does in enumerate(uses) if does or isinstance(parts[number], nodes.Name)), None)
+    rest = parts[first:] if first is not None else []
+    return sum(len(part.data) for part in rest if isinstance(part, nodes.TemplateData))
 
 
 def _used(environment: ImmutableSandboxedEnvironment, text: str) -> tuple[set[str], set[str]]:

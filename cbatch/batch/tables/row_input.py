@@ -152,6 +152,7 @@ class RowInput:
 
     names: of the columns, if it is a table
     types: types of the columns as pyarrow has them; empty unless the input is Parquet
+    template: makes the prompts; None if rows have them
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class RowInput:
         Raises ConfigError if the input is not what it is said to be, or none of its rows could have a prompt.
         """
         self.stream, self.name = stream, name
-        self._form, self._template, self._shard, self._is_sure = form, template, shard, is_sure
+        self._form, self.template, self._shard, self._is_sure = form, template, shard, is_sure
         self._start = stream.tell() if stream.seekable() else None
         table = self._table = self._open_table() if form in TABLES or self._start is not None else None
         if table is not None and (problem := missing_columns(table.names, template)) is not None:
@@ -187,7 +188,7 @@ class RowInput:
         table, self._table = self._table or self._open_table(), None
         assert table is not None
         is_text = isinstance(table, CsvTable)
-        return (line_of(row, self._template, is_text=is_text) for row in table.rows() if row.index in self._shard)
+        return (line_of(row, self.template, is_text=is_text) for row in table.rows() if row.index in self._shard)
 
     def read_twice(self) -> tuple[Iterator[Line], Callable[[], Iterator[Line]]]:
         """The lines, and what gives them once more from the beginning. What comes from a pipe is kept in a file."""
@@ -225,8 +226,8 @@ class RowInput:
         for line in opened:
             if line.index not in self._shard:
                 continue
-            if self._template is not None:
-                line = line_of(row_of_line(line, unit, is_text=is_text), self._template)
+            if self.template is not None:
+                line = line_of(row_of_line(line, unit, is_text=is_text), self.template)
             yield line
 
     def _open_table(self) -> Table | None:
