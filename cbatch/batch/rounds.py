@@ -107,8 +107,8 @@ class Rounds:
             if (following := self._next_try(validation, own, number, corrections)) is None:
                 reason = f"no valid answer in {number} tries; {error}"
                 if number == 1:
-                    may_try = validation.max_tries > 1 and own.params.greedy
-                    same = "; at temperature 0, another try gives the same" if may_try else ""
+                    completion.is_last_try = validation.max_tries > 1 and own.params.greedy and not corrections
+                    same = "; at temperature 0, another try gives the same" if completion.is_last_try else ""
                     reason = f"the answer is not valid: {error}{same}"
                 completion.error = request.invalid(reason, "invalid_answer")
                 completion.validation = {"valid": False, "tries": number, "errors": errors, "text": wrong.text}

@@ -26,7 +26,7 @@ class RowOutcome(NamedTuple):
 
     error_code:        None if the row succeeded; else what follows the message is set only if it was validated
     prompt_tokens:     that were computed; `completion_tokens`, of all outputs, rounds and tries, likewise
-    ttft_s:            seconds from when the row was taken to its first token; None without computed tokens
+    ttft_s:            seconds from when the row got a slot to its first token; None without computed tokens
     tpot_s:            seconds for each token after the first one; None if no output has a second one, or one went on
     reused_tokens:     of outputs, from a cache of answers or an earlier run
     from_cache:        whether nothing was computed
@@ -36,6 +36,7 @@ class RowOutcome(NamedTuple):
     truncated:         whether an output was cut off; `incomplete_form`: inside a form that it was to have
     empty:             whether an output has neither text nor tool calls. Error rows are none of these
     dropped_tokens:    of the prompt, which was too long
+    invalid_cut:       whether no answer was good, and an output was cut off; `is_last_try`: see `Completion`
     """
 
     error_code: str | None = None
@@ -54,6 +55,8 @@ class RowOutcome(NamedTuple):
     incomplete_form: bool = False
     empty: bool = False
     dropped_tokens: int = 0
+    invalid_cut: bool = False
+    is_last_try: bool = False
 
     @classmethod
     def of(cls, completion: Completion) -> RowOutcome:
@@ -61,7 +64,7 @@ class RowOutcome(NamedTuple):
         code, message = (None, "") if error is None else (error.code, str(error))
         if error is not None and validation is None:
             return cls(code, message)
-        cut = [one for one in completion.choices if one.finish_reason == "length" and error is None]
+        cut = [one for one in completion.choices if one.finish_reason == "length"]
         is_whole = error is not None or all(one.text.strip() or one.tool_calls for one in completion.choices)
         timing, usage, reused = completion.timing, completion.usage, completion.reused
         ttft_s = tpot_s = None
@@ -83,10 +86,12 @@ class RowOutcome(NamedTuple):
             len(validation["errors"]) + validation["valid"] if validation is not None else 0,
             completion.continued_tokens,
             usage.reasoning_tokens - reused.reasoning_tokens,
-            bool(cut),
-            completion.has_form and not all(one.closed for one in cut),
+            error is None and bool(cut),
+            error is None and completion.has_form and not all(one.closed for one in cut),
             completion.has_text and not is_whole,
             completion.request_columns.get(DROPPED, 0),
+            error is not None and not all(one.closed for one in cut),
+            completion.is_last_try,
         )
 
 
@@ -104,7 +109,7 @@ class Row:
 
     As long as an engine of this process computes it:
     line:          what was read
-    taken_at:      when that was, in seconds of `time.monotonic`
+    taken_at:      when that was, in seconds of `time.monotonic`; once it is answered: when it got its first slot
     request:       what the engine is asked now: first what the line asks, later what follows on the answers to that
     outputs:       what the engine has answered to it so far
     limit:         most tokens of each output; `tokens`: of the prompt and, probably, the outputs

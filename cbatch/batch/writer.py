@@ -370,17 +370,25 @@ def run_stream(
     *,
     kept: Container[int] = (),
     max_errors: int | None = None,
+    max_truncated: int | None = None,
 ) -> None:
     """Runs until every line has a row of output. However it ends, finished rows are written.
 
     on_rows:    called with rows that were written and, now and then, with none
     kept:       indices of lines that have a row of output already
-    max_errors: number of error rows that ends the run
+    max_errors: number of error rows that ends the run; `max_truncated`: of rows that were cut off
 
-    Raises EngineError if the engine fails, RunFailed if the input or the output fails or there are `max_errors` error
-    rows, ReaderGone if nobody reads the output any more, and Interrupted after `stream.interrupt`.
+    Raises EngineError if the engine fails, RunFailed if the input or the output fails or there are so many such rows,
+    ReaderGone if nobody reads the output any more, and Interrupted after `stream.interrupt`.
     """
-    num_errors = 0
+    left = {"error": max_errors, "truncated row": max_truncated}
+
+    def is_within_limits(row: Row) -> bool:
+        kind = "error" if row.has_failed else "truncated row" if row.outcome.truncated else ""
+        if (number := left.get(kind)) is None:
+            return True
+        left[kind] = number - 1
+        return number > 0
 
     def raise_if_interrupted() -> None:
         if stream.signum is not None:
@@ -389,15 +397,13 @@ def run_stream(
 
     with closing(_finished(stream, output, checked_lines(lines), kept)) as finished:
         for rows in finished:
-            if max_errors is not None:
-                written = [row for row in rows if row.has_failed][: max_errors - num_errors]
-                rows = [row for row in rows if not row.has_failed or row in written]
+            rows = list(filter(is_within_limits, rows))
             stream.release(output.write(rows))
             on_rows(rows)
-            num_errors += sum(row.has_failed for row in rows)
-            if max_errors is not None and num_errors >= max_errors:
-                output.flush_held()
-                raise RunFailed(f"Stopped at error {max_errors:,}, as --max-errors says.{output.resume_hint}")
+            for kind, most, option in (("error", max_errors, "errors"), ("truncated row", max_truncated, "truncated")):
+                if most is not None and (left[kind] or 0) <= 0:
+                    output.flush_held()
+                    raise RunFailed(f"Stopped at {kind} {most:,}, as --max-{option} says.{output.resume_hint}")
     raise_if_interrupted()
     output.finish(raise_if_interrupted)
 

@@ -152,8 +152,8 @@ class Completion(Mapping[str, Any]):
     `json.dumps`. Change a row from `to_dict` and not what the mapping holds. Completions with the same row are equal.
 
     choices:         the outputs, one unless `n` asks for more; one that is empty if there is an error. The completion
-                     has `text`, `reasoning`, `tool_calls`, `finish_reason`, `stop_reason`, `note`, `token_ids` and
-                     `logprobs` of the first
+                     has `text`, `reasoning`, `tool_calls`, `stop_reason`, `note`, `token_ids` and `logprobs` of the
+                     first
     prompt:          a text, token ids, or a mapping with `messages`; None if it could not be read, and of `from_row`
     usage:           numbers of tokens
     error:           why the request failed, or None
@@ -166,6 +166,7 @@ class Completion(Mapping[str, Any]):
     tool_messages:   what the model called before, and the results, as messages in OpenAI's form
     validation:      whether the answer is good (`valid`), the number of `tries`, the `errors` of those that were not,
                      and, if none was good, the `text` of the last; None if nothing was validated
+    is_last_try:     whether another try would have given the same answer, so that there was none
     reused:          those tokens of `usage` that were not computed: a cache of answers or an earlier run had them
     continued_tokens: tokens of an earlier run, with which its outputs went on
     has_text:        False if the model has no tokenizer
@@ -205,6 +206,7 @@ class Completion(Mapping[str, Any]):
         self.timing = timing or Timing()
         self.tool_messages: Sequence[Mapping[str, Any]] = ()
         self.validation: dict[str, Any] | None = None
+        self.is_last_try = False
         self.reused = Usage()
         self.continued_tokens = 0
         self.request_columns: dict[str, Any] = {}
@@ -249,11 +251,15 @@ class Completion(Mapping[str, Any]):
     text: str = _of_first_choice("text")
     reasoning: str | None = _of_first_choice("reasoning")
     tool_calls: tuple[ToolCall, ...] = _of_first_choice("tool_calls")
-    finish_reason: FinishReason = _of_first_choice("finish_reason")
     stop_reason: str | None = _of_first_choice("stop_reason")
     note: str | None = _of_first_choice("note")
     token_ids: Sequence[int] = _of_first_choice("token_ids")
     logprobs: Sequence[TokenLogprob] | None = _of_first_choice("logprobs")
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """That of the first output, or `length` if any was cut off."""
+        return "length" if any(one.finish_reason == "length" for one in self.choices) else self.choices[0].finish_reason
 
     def raise_for_error(self) -> Completion:
         """Returns the completion itself. Raises a copy of its error if the request failed."""
@@ -327,6 +333,7 @@ class Completion(Mapping[str, Any]):
         fields |= choices[0]
         if len(choices) > 1:
             fields["choices"] = [{"index": number, **choice} for number, choice in enumerate(choices)]
+            fields["finish_reason"] = self.finish_reason
         if self.prompt_logprobs is not None:
             fields["prompt_logprobs"] = self._scores()
         return fields | self.request_columns | {"usage": self.usage.to_dict(), "key": self.key}

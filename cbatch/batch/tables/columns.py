@@ -152,7 +152,9 @@ def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
     body = (fields.get("response") or {}).get("body") or {}
     if choices := body.get("choices"):
         first = choices[0]
-        made |= {"text": _text_of(first), "finish_reason": first.get("finish_reason"), "usage": body.get("usage")}
+        reasons = [one.get("finish_reason") for one in choices]
+        reason = "length" if "length" in reasons else reasons[0]
+        made |= {"text": _text_of(first), "finish_reason": reason, "usage": body.get("usage")}
         made |= {"choices": choices} if len(choices) > 1 else {}
         made |= {DROPPED: body[DROPPED]} if DROPPED in body else {}
     return made

@@ -50,6 +50,8 @@ def run_batch(
         stats.rows_kept, stats.errors_kept = plan.rows, plan.errors
     else:
         lines = source.lines()
+    if options.may_repeat_tries and not options.quiet:
+        notice("a row at temperature 0 has one try, as another would give the same; see --temperature, --tell-error")
     details = partial(replica_lines, stats, driver) if options.verbose else no_details
     display = progress(total, RunProgress(stats, driver, stream, total).state, details)
 
@@ -63,11 +65,20 @@ def run_batch(
 
     try:
         with while_running(stream.interrupt), display as tick:
-            run_stream(stream, output, plan.with_history(lines), on_rows, kept=plan, max_errors=options.max_errors)
+            run_stream(
+                stream,
+                output,
+                plan.with_history(lines),
+                on_rows,
+                kept=plan,
+                max_errors=options.max_errors,
+                max_truncated=options.max_truncated,
+            )
     finally:
         stats.detach()
         if not options.quiet and not isinstance(sys.exception(), ReaderGone):
-            for line in (*stats.summary(driver), stats.empty_columns.sentence(row_options.unit), output.note):
+            advice = stats.prefix_advice(source.template) if options.engine.prefix_cache else ""
+            for line in (*stats.summary(driver), stats.empty_columns.sentence(row_options.unit), advice, output.note):
                 if line:
                     notice(line)
 

@@ -91,6 +91,7 @@ class RunOptions:
     timings: bool = _output(False, "Add times and cached tokens to each row.")
     window: int | None = _output(None, "Most rows read but not yet written.", low=1, shown="16 x --max-seqs")
     max_errors: int | None = _output(None, "Stop at the Nth error row.", low=1, metavar="N")
+    max_truncated: int | None = _output(None, "Stop at the Nth row that was cut off.", low=1, metavar="N")
 
     resume: bool = _resuming(False, "Continue where an earlier run with this output file ended.")
     retry_errors: bool = _resuming(False, "With --resume: run error rows again.")
@@ -216,6 +217,11 @@ class RunOptions:
         return Validation.of(
             self.validate, tries=self.tries, tells_error=self.tell_error, timeout_s=self.validate_timeout
         )
+
+    @property
+    def may_repeat_tries(self) -> bool:
+        """Whether another try gives the same answer, unless the model or the row says a temperature."""
+        return self.tries > 1 and not self.tell_error and not own_params(self.sampling.params)[0].get("temperature")
 
     def _cache(self) -> CacheConfig | None:
         return CacheConfig(self.cache, self.cache_size) if self.cache is not None else None

@@ -21,7 +21,11 @@ from cbatch.engine.stats import EngineStats, total_stats
 
 if TYPE_CHECKING:
     from cbatch.batch.driver import BatchDriver, ReplicaStatus, RowStream, WorkAhead
+    from cbatch.batch.templates import ColumnTemplate
 
+
+LONG_CONSTANT, LOW_SHARE = 200, 0.1
+"""Characters of constant text, and the share of cached tokens, from which and up to which the order may be changed."""
 
 NUMBERS_OF_NOW = {"num_running", "num_waiting", "num_snapshots"}
 """Fields of `EngineStats` that are no totals."""
@@ -61,6 +65,8 @@ class RunStats:
     tries:                  of all rows that were validated, `rows_validated`
     truncated, incomplete_forms, empty: see `RowOutcome`; `unfinished`: rows that are cut off or empty
     rows_from_cache:        rows of which nothing was computed; `reused_tokens`: output tokens from the cache
+    invalid_cut:            rows without a good answer that were cut off
+    not_retried:            rows without a good answer that had one try, since another would give the same
     cut_prompts:            rows whose prompt was cut, by `dropped_tokens` in all
     empty_columns:          rows in which a column that the prompt uses is empty
     load_s:                 seconds that loading the model took
@@ -78,7 +84,7 @@ class RunStats:
         self.truncated = self.incomplete_forms = self.empty = self.unfinished = 0
         self.tries = self.rows_validated = self.rows_from_cache = self.rows_continued = 0
         self.empty_columns = EmptyColumns()
-        self.cut_prompts = self.dropped_tokens = 0
+        self.cut_prompts = self.dropped_tokens = self.invalid_cut = self.not_retried = 0
         self.load_s = 0.0
         self._ended: float | None = None
         self._ttft = array("f")
@@ -133,6 +139,8 @@ class RunStats:
             self.incomplete_forms += outcome.incomplete_form
             self.empty += outcome.empty
             self.unfinished += outcome.truncated or outcome.empty
+            self.invalid_cut += outcome.invalid_cut
+            self.not_retried += outcome.is_last_try
             self.cut_prompts += outcome.dropped_tokens > 0
             self.dropped_tokens += outcome.dropped_tokens
             self.tries += outcome.tries
@@ -155,8 +163,9 @@ class RunStats:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds from when the first row was taken to when the last one so far was finished."""
-        return self._seconds_until(self._ended or time.monotonic())
+        """Seconds from when the first row was taken to when the last one so far was finished, or a signal came."""
+        interrupted_at = self._stream.interrupted_at if self._stream is not None else None
+        return self._seconds_until(interrupted_at or self._ended or time.monotonic())
 
     def _seconds_until(self, moment: float) -> float:
         started = self._stream.started_at if self._stream is not None else None
@@ -169,7 +178,7 @@ class RunStats:
 
     @property
     def ttft_s(self) -> dict[str, Any]:
-        """Seconds from when a row was taken to its first token."""
+        """Seconds from when a row got a slot to its first token."""
         return percentiles(self._ttft)
 
     @property
@@ -202,6 +211,8 @@ class RunStats:
             "reused_tokens": self.reused_tokens,
             "rows_validated": self.rows_validated,
             "tries": self.tries,
+            "invalid_truncated": self.invalid_cut,
+            "not_retried": self.not_retried,
             "load_s": rounded_s(self.load_s),
             "elapsed_s": rounded_s(self.elapsed_s),
             "output_tokens_per_s": round(self.output_tokens_per_s, 6),
@@ -221,12 +232,14 @@ class RunStats:
         }
 
     def summary(self, driver: BatchDriver) -> list[str]:
-        """Four lines for people, and one about replicas if they died; or one line if there was nothing left to do."""
+        """Some lines for people; one if there was nothing left to do."""
         if not self.rows and self.rows_kept:
             are = f"{format_count(self.rows_kept, 'row')} {word_for(self.rows_kept, 'is', 'are')} there"
             return [f"nothing left to do: {are}, {self.errors_kept:,} of them errors"]
         failed, engines, each = self.errors.total(), self.engines, self.replicas
         kinds = ", ".join(f"{code} {count:,}" for code, count in sorted(self.errors.items()))
+        kinds += f", {self.invalid_cut:,} of them cut off at max_tokens" if self.invalid_cut else ""
+        kinds += f", {self.not_retried:,} not tried again at temperature 0" if self.not_retried else ""
         others = (self.rows_kept, "kept"), (self.rows_from_cache, "from the cache"), (self.rows_continued, "continued")
         kept = "".join(f", {count:,} {what}" for count, what in others if count)
         if more := self.tries - self.rows_validated:
@@ -242,14 +255,26 @@ class RunStats:
             f"{format_count(self.output_tokens, 'output token')}",
             f"{self.elapsed_s:,.1f} s, {self.output_tokens_per_s:,.0f} output tokens/s, "
             f"{format_count(engines.num_steps, 'step')}{retried}",
-            f"limited by {bottleneck(driver, engines, self.elapsed_s, waited_s)}",
         ]
+        if engines.num_steps:
+            lines.append(f"limited by {bottleneck(driver, engines, self.elapsed_s, waited_s)}")
         happened = [f"{one.name} {one.death_words()}" for one in each if one.deaths and one.state != "gone"]
         happened += [f"{one.name} was given up: {one.problem}" for one in each if one.state == "gone"]
         if copies := sum(one.copies for one in each):
             words = word_for(copies, "was also given to an idle one", "were also given to idle ones")
             happened.append(f"{format_count(copies, 'unfinished row')} {words}")
         return lines + ([f"replicas: {'; '.join(happened)}"] if happened else [])
+
+    def prefix_advice(self, template: ColumnTemplate | None) -> str:
+        """What to do if prompts share little, although their template has much constant text; else empty."""
+        share = self.cached_tokens / max(self.prompt_tokens, 1)
+        behind = template.constant_behind if template is not None else 0
+        if behind < LONG_CONSTANT or share >= LOW_SHARE or self.rows - self.rows_from_cache < 2:
+            return ""
+        return (
+            f"only {share:.0%} of the prompt tokens were cached: {behind:,} characters that all prompts have stand "
+            "behind a column of the template; move them before its first column, and they are computed once"
+        )
 
     def _whole_rows(self) -> str:
         """How many rows are as they were to be, and what is the matter with those that are not."""

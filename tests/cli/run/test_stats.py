@@ -19,7 +19,7 @@ from cbatch.cli.run.stats import RunProgress, RunStats, bottleneck, since, work_
 from cbatch.engine.stats import EngineStats, total_stats
 from cbatch.requests.completion import Choice, Completion, Timing, Usage
 
-STREAM: Any = SimpleNamespace(output_tokens=0, started_at=None, waited_for_consumer_s=0.0)
+STREAM: Any = SimpleNamespace(output_tokens=0, started_at=None, interrupted_at=None, waited_for_consumer_s=0.0)
 
 
 def result(tokens: int, first: float = 1.0, last: float = 2.0, error: RequestError | None = None) -> Row:
@@ -33,7 +33,7 @@ def result(tokens: int, first: float = 1.0, last: float = 2.0, error: RequestErr
 def test_figures_of_a_run() -> None:
     """Guards --stats: time to the first token from when the row was taken, time per token after that."""
     stats, driver = RunStats(), TwoReplicas()
-    stats.attach(driver, SimpleNamespace(output_tokens=33, started_at=0.0))  # type: ignore[arg-type]
+    stats.attach(driver, SimpleNamespace(output_tokens=33, started_at=0.0, interrupted_at=None))  # type: ignore[arg-type]
     stats.count([result(tokens, last=last) for tokens, last in ((11, 3.0), (21, 4.0), (1, 1.0))])
     stats.count([result(0, error=RequestError("nan_logits", "m"), last=4.5)])
     figures = stats.as_dict()
@@ -42,6 +42,15 @@ def test_figures_of_a_run() -> None:
     assert figures["elapsed_s"] == 4.5 and figures["output_tokens_per_s"] == pytest.approx(33 / 4.5)
     assert figures["ttft_s"] == {"p50": 0.75, "p90": 0.75, "p99": 0.75}
     assert figures["tpot_s"]["p50"] == pytest.approx((0.2 + 0.15) / 2)
+
+
+def test_an_interrupted_run_lasts_until_the_signal() -> None:
+    """Guards speed: the tokens of unfinished rows count, so does the time after the last finished one."""
+    stats, driver = RunStats(), TwoReplicas()
+    stream = SimpleNamespace(output_tokens=50, started_at=1.0, interrupted_at=11.0)
+    stats.attach(driver, stream)  # type: ignore[arg-type]
+    stats.count([result(11, last=3.0)])
+    assert stats.elapsed_s == 10.0 and stats.output_tokens_per_s == 5.0
 
 
 SCHEMA = SamplingParams(regex="a+")
@@ -95,7 +104,7 @@ def test_rows_without_text_and_error_rows_are_not_empty(has_text: bool) -> None:
     rows[1].finish(failed)
     stats.count(rows)
     assert (stats.truncated, stats.empty, stats.unfinished) == (0, 0, 0)
-    assert stats.summary(TwoReplicas())[0] == "1 row ok, 1 failed (invalid_answer 1)"
+    assert stats.summary(TwoReplicas())[0] == "1 row ok, 1 failed (invalid_answer 1, 1 of them cut off at max_tokens)"
 
 
 @pytest.mark.parametrize(
@@ -176,7 +185,7 @@ def stats_of(*rows: tuple[int, int], cached: int = 0, in_flight: int = 0) -> Run
     """Figures after rows of so many prompt and output tokens, and tokens of rows that go on; it began at time 0."""
     stats, tokens = RunStats(), sum(output for _, output in rows) + in_flight
     driver: Any = SimpleNamespace(stats=lambda: total_stats(()), each=lambda: ())
-    stats.attach(driver, SimpleNamespace(started_at=0.0, output_tokens=tokens))  # type: ignore[arg-type]
+    stats.attach(driver, SimpleNamespace(started_at=0.0, interrupted_at=None, output_tokens=tokens))  # type: ignore[arg-type]
     for number, (prompt, output) in enumerate(rows):
         outcome = RowOutcome(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=output)
         stats.count([Row(number, number, b"", outcome)])
