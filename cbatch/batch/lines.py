@@ -15,7 +15,7 @@ from cbatch.base.strict_json import parse_json_object
 from cbatch.base.units import format_count, word_for
 from cbatch.batch.answer_cache import CacheConfig
 from cbatch.batch.token_journal import TokenJournalConfig
-from cbatch.requests.rows import fill_row, fill_with_columns
+from cbatch.requests.rows import fill_broken, fill_row, fill_with_columns
 from cbatch.tools.tool import MAX_TOOL_ROUNDS, Tool
 from cbatch.validation.validation import Validation
 
@@ -23,6 +23,8 @@ MAX_LINE_BYTES = 16 * 2**20
 
 BOM = b"\xef\xbb\xbf"
 """First bytes of a file in UTF-8 that some programs write."""
+
+LATIN1_HINT = " (perhaps Latin-1): iconv -f LATIN1 -t UTF-8 converts it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +233,9 @@ def parse_line(line: Line, options: RowOptions = DEFAULT_OPTIONS) -> Request:
                 fill_row(row, fields, allow_unknown=options.allow_unknown)
     except RequestError as error:
         row.error = error
+        is_json = not (options.is_text or options.has_columns)
+        if is_json and line.data and error.code in ("invalid_json", "invalid_utf8"):
+            fill_broken(row, line.data)
     except Exception as unforeseen:  # one line that breaks something harms no other
         row = Request(index=row.index, where=row.where)
         row.error = row.invalid(f"the row cannot be read: {unforeseen!r}", "internal_error")

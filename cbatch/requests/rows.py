@@ -5,6 +5,7 @@ https://platform.openai.com/docs/api-reference/batch describes the latter.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,8 @@ KNOWN = frozenset([*ROW_FIELDS, *UNDERSTOOD])
 
 SPELLINGS = frozenset([*ALIASES, *UNDERSTOOD, *ROW_FIELDS]) - {*COLUMN_NAMES, "system"}
 """Names that a misspelt one may have been meant to be. Everyday words are not among them."""
+
+_CUSTOM_ID = re.compile(rb'\s*\{\s*"custom_id"\s*:\s*(?:"([^"\\]*)")?')
 
 ENVELOPE_FIELDS = ("custom_id", "method", "url", "body")
 """Fields of a request line of the OpenAI Batch API."""
@@ -82,6 +85,14 @@ def fill_row(row: Request, fields: dict[str, Any], *, allow_unknown: bool = Fals
     if row.raw and row.text is None:
         raise row.invalid("raw works only with prompt")
     _check_template_fields(row)
+
+
+def fill_broken(row: Request, data: bytes) -> None:
+    """Makes the row a request line, with its id, if bytes that cannot be read as JSON look like one."""
+    is_ours = b'"body"' not in data and any(f'"{name}"'.encode() in data for name in PROMPT_FIELDS)
+    if not is_ours and (found := _CUSTOM_ID.match(data)):
+        row.call = ApiCall(b'"/v1/completions"' not in data, None)
+        row.id = found[1].decode(errors="replace") if found[1] is not None else None
 
 
 def fill_with_columns(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
@@ -13,7 +14,7 @@ from typing import IO, Any
 from cbatch.base.errors import ConfigError, RequestError, invalid_row
 from cbatch.base.units import format_count
 from cbatch.batch.forms import HEAD_BYTES, Compression, OutputForm, compressed, first_bytes
-from cbatch.batch.lines import BOM, MAX_LINE_BYTES
+from cbatch.batch.lines import BOM, LATIN1_HINT, MAX_LINE_BYTES
 from cbatch.batch.tables.columns import BOOKKEEPING, Column, Rows, TableLayout, TableRow, as_text
 from cbatch.batch.tables.restored import REST_COLUMN, rows_of_cells, with_rest
 
@@ -28,17 +29,16 @@ class CsvTable:
 
     def __init__(self, stream: IO[bytes], name: str, delimiter: str | None = None) -> None:
         """
-        delimiter: None: a comma, or a semicolon if the first line has semicolons and no comma
+        delimiter: None: a comma, or a semicolon if the first line has semicolons and no comma outside of quotes
 
         Raises ConfigError if the names of the columns cannot be read.
         """
         first = first_bytes(stream, HEAD_BYTES).removeprefix(BOM).partition(b"\n")[0]
-        if first.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise ConfigError(f"{name} is no UTF-8 (perhaps UTF-16): iconv -f UTF-16 -t UTF-8 converts it.")
         if not first.strip():
             raise ConfigError(f"{name} must begin with a line that names its columns.")
         if delimiter is None:
-            delimiter = ";" if b";" in first and b"," not in first else ","
+            unquoted = re.sub(rb'"[^"]*"?', b"", first)
+            delimiter = ";" if b";" in unquoted and b"," not in unquoted else ","
         self._lines = _Lines(stream)
         self._reader = csv.reader(self._lines, delimiter=delimiter, strict=True)
         try:
@@ -48,7 +48,7 @@ class CsvTable:
                 f"The names of the columns of {name} cannot be read: {str(error) or 'too long'}."
             ) from error
         if self._lines.encoding_error is not None:
-            raise ConfigError(f"The names of the columns of {name} are not valid UTF-8.")
+            raise ConfigError(f"The names of the columns of {name} are not valid UTF-8{LATIN1_HINT}.")
         check_names(self.names, name)
 
     def rows(self) -> Iterator[TableRow]:

@@ -131,6 +131,9 @@ _MISTAKES = {
 }
 """First bytes of files that are no text, and what to do."""
 
+UTF16 = (b"\xff\xfe", b"\xfe\xff")
+"""First bytes of text in UTF-16."""
+
 _PAGE = re.compile(rb"\s*<(!doctype\s+)?html\b", re.IGNORECASE)
 _ARRAY = re.compile(rb"\s*\[\s*(?:\{|\n)")
 
@@ -250,6 +253,8 @@ class RowInput:
         for start, problem in _MISTAKES.items() if self._form != "text" else ():
             if head.startswith(start):
                 raise ValueError(problem)
+        if head.startswith(UTF16):
+            raise ValueError("it is no UTF-8 (perhaps UTF-16): iconv -f UTF-16 -t UTF-8 converts it")
         if _PAGE.match(text):
             raise ValueError("it is a web page: use the address of the file itself")
         if self._form == "jsonl" and _ARRAY.match(text):

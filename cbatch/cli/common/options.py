@@ -21,6 +21,7 @@ from cbatch.base.params import PARAM_NAMES, PARAMS, SamplingParams
 from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.extras import require_package
 from cbatch.requests.param_names import own_params
+from cbatch.sample.structured.json_schema import schema_faults
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -110,6 +111,12 @@ def _parse_json_schema(text: str) -> dict[str, Any]:
     schema = parse_json(text)
     if not isinstance(schema, dict):
         raise ValueError("a JSON schema is an object.")
+    try:  # before a model is loaded for it
+        wrong = next((sentence for is_type, sentence in schema_faults(schema) if is_type), None)
+    except RecursionError:
+        wrong = "it is nested too deeply."
+    if wrong is not None:
+        raise ValueError(wrong)
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from cbatch.base.errors import ConfigError, ReaderGone
 from cbatch.base.units import format_count, word_for
 from cbatch.batch.driver import BatchDriver
-from cbatch.batch.lines import Line, RowOptions, parse_line
+from cbatch.batch.lines import LATIN1_HINT, Line, RowOptions, parse_line
 from cbatch.batch.origin import origin_of, read_origin, write_origin
 from cbatch.batch.resume import ResumePlan, Resuming
 from cbatch.batch.row import Row
@@ -78,7 +78,11 @@ def run_batch(
         stats.detach()
         if not options.quiet and not isinstance(sys.exception(), ReaderGone):
             advice = stats.prefix_advice(source.template) if options.engine.prefix_cache else ""
-            for line in (*stats.summary(driver), stats.empty_columns.sentence(row_options.unit), advice, output.note):
+            wrong = (
+                f"{source.name} has rows that are not valid UTF-8{LATIN1_HINT}" if stats.errors["invalid_utf8"] else ""
+            )
+            empty = stats.empty_columns.sentence(row_options.unit)
+            for line in (*stats.summary(driver), wrong, empty, advice, output.note):
                 if line:
                     notice(line)
 

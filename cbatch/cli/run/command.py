@@ -7,7 +7,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 import click
 
 from cbatch.base.errors import ConfigError, os_errors_as, reason_of
-from cbatch.cli.common.configured_command import ConfiguredCommand, preset_option
+from cbatch.cli.common.configured_command import preset_option
 from cbatch.cli.common.console import OutputStream, emit, notice, safe_json, show_progress
 from cbatch.cli.common.exits import handle_signals
 from cbatch.cli.common.loading import open_engine, open_replicas, tracing
@@ -32,6 +32,7 @@ from cbatch.cli.common.options import (
 )
 from cbatch.cli.common.stdout import own_stdout, without_library_output
 from cbatch.cli.run.options import STREAMED, RunOptions
+from cbatch.cli.run.saved_options import SavedOptionsCommand, save_options, taken_options
 
 if TYPE_CHECKING:
     from cbatch.api import Engine
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from cbatch.runtime.tracing import StepTracer
 
 
-@click.command("run", cls=ConfiguredCommand)
+@click.command("run", cls=SavedOptionsCommand)
 @click.argument("input", default="-", metavar="[INPUT]")
 @record_options(RunOptions)
 @sampling_options()
@@ -60,6 +61,8 @@ def run(**values: Any) -> Literal[0, 1]:
     from cbatch.cli.run.stats import RunStats
 
     options = make_options(RunOptions, values)
+    if not options.quiet and (taken := taken_options()):
+        notice(f"with the options of the earlier run: {taken}")
     stats = RunStats()
     with stats_file(options, stats), ExitStack() as opened:
         options.check_usage()
@@ -78,9 +81,18 @@ def run(**values: Any) -> Literal[0, 1]:
                 output,
                 stats,
                 progress=partial(show_progress, quiet=options.quiet),
-                while_running=partial(handle_signals, stop_timeout_s=output.stop_timeout_s),
+                while_running=partial(_while_running, options, output.stop_timeout_s),
             )
     return 1 if stats.errors or stats.errors_kept else 0
+
+
+@contextmanager
+def _while_running(
+    options: RunOptions, stop_timeout_s: float | None, interrupt: Callable[[int], None]
+) -> Iterator[None]:
+    save_options(options.input, options.output)  # now that the output is that of this run
+    with handle_signals(interrupt, stop_timeout_s=stop_timeout_s):
+        yield
 
 
 def _check(options: RunOptions, source: RowInput, stats: RunStats) -> Literal[0, 1]:

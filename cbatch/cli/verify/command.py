@@ -10,12 +10,13 @@ import click
 
 from cbatch.base.option import options_of
 from cbatch.batch.forms import unit_of
-from cbatch.cli.common.configured_command import ConfiguredCommand, preset_option
+from cbatch.cli.common.configured_command import preset_option
 from cbatch.cli.common.console import emit, notice
 from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.options import engine_options, record_options, sampling_options
 from cbatch.cli.run.command import open_input
 from cbatch.cli.run.options import RunOptions
+from cbatch.cli.run.saved_options import SavedOptionsCommand, taken_options
 from cbatch.cli.verify.options import ROW_OPTIONS, VerifyOptions
 
 if TYPE_CHECKING:
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
     from cbatch.cli.verify.report import Report
 
 
-@click.command("verify", cls=ConfiguredCommand)
+class _VerifyCommand(SavedOptionsCommand):
+    input, needs, refuses = "prompts", "", "offline"
+
+
+@click.command("verify", cls=_VerifyCommand)
 @click.argument("output", metavar="OUT")
 @record_options(VerifyOptions)
 @record_options(
@@ -35,9 +40,9 @@ if TYPE_CHECKING:
 def verify(**values: Any) -> Literal[0, 1, 2]:
     """Run a sample of the rows of OUT again, alone and together, and say which of them differ and where first.
 
-    OUT is what cbatch run wrote, in any form. Give the options of that run: rows that were made
-    with others are counted, and not run. A report goes to stdout as JSON. The exit code is 0 if all rows are equal, 1
-    if some differ or are damaged, and 2 if some cannot be compared.
+    OUT is what cbatch run wrote, in any form. The options of that run lie beside it; if OUT was moved, give them: rows
+    that were made with others are counted, and not run. A report goes to stdout as JSON. The exit code is 0 if all rows
+    are equal, 1 if some differ or are damaged, and 2 if some cannot be compared.
     """
     from cbatch.batch.journal import StoredRows
     from cbatch.batch.tables.table_writer import open_results
@@ -45,6 +50,8 @@ def verify(**values: Any) -> Literal[0, 1, 2]:
     options = VerifyOptions.from_values(values)
     options.check_usage()
     run = options.run
+    if not run.quiet and (taken := taken_options()):
+        notice(f"with the options of the run: {taken}")
     report: Report | FileReport
     with StoredRows(open_results(Path(run.output), run.output_form), run.output) as stored:
         source = open_input(run) if options.prompts is not None else None

@@ -7,7 +7,8 @@ allow any others, and a model could add them until it is cut off; OpenAI's stric
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
 from typing import Any
 
 RESERVED_KEYWORD = "x-guidance"
@@ -21,8 +22,45 @@ _OPEN = ("additionalProperties", "unevaluatedProperties")
 _COMBINED = ("allOf", "anyOf", "oneOf", "$ref", "if", "then", "else", "not", "dependentSchemas")
 """Keywords whose schemas apply to the same object as those beside them."""
 
-_DATA = ("const", "enum", "default", "examples", RESERVED_KEYWORD)
+_DATA = ("const", "enum", "default", "examples", "example", RESERVED_KEYWORD)
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+_TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
+
+_KEYWORDS = {
+    *_OPEN, *_COMBINED, *_DATA, *_BY_NAME,
+    *"type items prefixItems additionalItems contains minContains maxContains minItems maxItems uniqueItems".split(),
+    *"unevaluatedItems required minProperties maxProperties propertyNames dependentRequired dependencies".split(),
+    *"minLength maxLength pattern format minimum maximum exclusiveMinimum exclusiveMaximum multipleOf title".split(),
+    *"description id readOnly writeOnly deprecated contentEncoding contentMediaType contentSchema".split(),
+    *"nullable discriminator xml externalDocs".split(),
+}  # fmt: skip
+"""Keywords of the drafts of JSON Schema, of OpenAPI and of other APIs. `$` and `x-` begin further ones."""
+
+
+def schema_faults(schema: Any) -> Iterator[tuple[bool, str]]:
+    """Sentences about words that a schema uses and JSON Schema does not have; and whether it is a type, else a keyword.
+
+    An unknown keyword constrains nothing.
+    """
+    for name, value in schema.items() if isinstance(schema, dict) else ():
+        parts = value if isinstance(value, list) else [value]
+        if name == "type":
+            for kind in parts:
+                if kind not in _TYPES:
+                    yield True, f"JSON Schema has no type {kind!r}{_meant(kind, _TYPES)}"
+        elif name in _KEYWORDS:
+            if name in _BY_NAME and isinstance(value, dict):
+                parts = list(value.values())
+            for part in parts if name not in _DATA else ():
+                yield from schema_faults(part)
+        elif not name.startswith(("$", "x-")):
+            yield False, f"JSON Schema has no keyword {name!r}, so it constrains nothing{_meant(name, _KEYWORDS)}"
+
+
+def _meant(name: Any, known: Iterable[str]) -> str:
+    found = get_close_matches(str(name), known, 1)
+    return f"; did you mean {found[0]!r}?" if found else "."
 
 
 def json_rule(schema: dict[str, Any], *, pretty: bool = False) -> str:

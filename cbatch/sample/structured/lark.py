@@ -8,6 +8,7 @@ schema of the function.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,10 +18,14 @@ from cbatch.base.errors import RequestError, invalid_row
 from cbatch.base.params import Constraint, Kind, SamplingParams
 from cbatch.base.request import ToolChoice
 from cbatch.sample.structured.call_rules import SpecialId, call_rules
-from cbatch.sample.structured.json_schema import RESERVED_KEYWORD, json_rule
+from cbatch.sample.structured.json_schema import RESERVED_KEYWORD, json_rule, schema_faults
 from cbatch.text.replies.declaration import NAME, Calls
 from cbatch.text.replies.formats import reply_formats
 from cbatch.text.tokenizer import ChatTokenizer
+
+_log = logging.getLogger("cbatch")
+_told: set[str] = set()
+"""What the user of this process has been told of schemas."""
 
 MAX_SOURCE = 1 << 20
 """Most characters of a schema, a pattern, a grammar or all choices together."""
@@ -99,6 +104,12 @@ def _read_schema(constraint: Constraint) -> dict[str, Any]:
         raise constraint_error(constraint, "It must be a JSON object.")
     if RESERVED_KEYWORD in schema:
         raise constraint_error(constraint, f"The keyword {RESERVED_KEYWORD} cannot be used here.")
+    for is_type, sentence in schema_faults(schema):
+        if is_type:
+            raise constraint_error(constraint, sentence)
+        if sentence not in _told:
+            _told.add(sentence)
+            _log.warning("%s", sentence.rstrip("."))
     return schema
 
 

@@ -87,15 +87,16 @@ def test_huge_values_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         (b"", "t.csv must begin with a line that names its columns."),
         (b"\n1,2\n", "t.csv must begin with a line that names its columns."),
         (b"a,b,a\n", "several columns with the name 'a'"),
-        ("a,b\n1,2".encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
-        (b"a,\xff\n", "are not valid UTF-8"),
+        (b"a,\xff\n", "are not valid UTF-8 (perhaps Latin-1): iconv -f LATIN1"),
         (b'a,"b\n', "cannot be read"),
         (b"a\r1\r2\r", "cannot be read"),
     ],
 )
 def test_a_header_that_cannot_be_used(data: bytes, message: str) -> None:
     """Guards the start of a run: what would make every row wrong is told once."""
-    with pytest.raises(ConfigError, match="(?s).*" + message.replace(".", r"\.")):
+    with pytest.raises(
+        ConfigError, match="(?s).*" + message.replace(".", r"\.").replace("(", r"\(").replace(")", r"\)")
+    ):
         CsvTable(io.BytesIO(data), "t.csv")
 
 

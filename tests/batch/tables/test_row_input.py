@@ -107,6 +107,8 @@ def test_what_is_no_shard(text: str) -> None:
         (b"BZh91AY", "csv", "compress it with gzip or zstd"),
         (b"id,name\n1,2\n", "csv", "has no column 'prompt' .it has id, name.*--template 'Summarise: {name}'"),
         (b"\x1f\x8bbroken", "csv", "cannot be read"),
+        ('{"prompt": "a"}'.encode("utf-16"), "jsonl", "iconv -f UTF-16 -t UTF-8"),
+        ("prompt\na".encode("utf-16"), "csv", "iconv -f UTF-16 -t UTF-8"),
     ],
 )
 def test_a_mistaken_form_names_the_remedy(data: bytes, form: InputForm, message: str) -> None:

@@ -26,6 +26,7 @@ AT_THE_START = [
     ("in.jsonl --frobnicate", "No such option"),
     ("in.jsonl --param topp=1", "no sampling parameter 'topp'"),
     ("in.jsonl --param top_p=x", "not valid JSON"),
+    ('in.jsonl --json-schema {"items":{"type":"strng"}}', "no type 'strng'; did you mean 'string'?"),
     ("in.jsonl --target-step-ms 0", "nor auto or none"),
     ("in.jsonl --estimate", "--estimate needs --check"),
     ("in.jsonl --check --estimate --replicas 2", "on one engine"),
@@ -71,6 +72,7 @@ BY_THE_MODEL = [
     ("in.jsonl --kv-cache-memory lots", "not an amount of memory"),
     ("in.jsonl --kv-cache-memory 99999GiB", "are free"),
     ("in.jsonl --device cuda:99", "'cuda:99' cannot be used"),
+    ('in.jsonl --max-tokens 2 --param regex="[0-9]{90}"', "the shortest match of the regex has at least"),
     ("in.jsonl --lora sql=./nowhere", "The LoRA adapter sql cannot be used: there is no folder ./nowhere."),
 ]
 

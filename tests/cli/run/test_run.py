@@ -183,7 +183,7 @@ def test_template_kwargs(command: Command) -> None:
 
 def test_other_names_of_parameters_as_options(command: Command) -> None:
     """Guards --param with names of vLLM and ollama, and with names that are not available or misspelt."""
-    _, (row,) = command.answer(ROWS[:1], "--param", "num_predict=2", "--param", 'guided_choice=["yes"]')
+    _, (row,) = command.answer(ROWS[:1], "--param", "num_predict=3", "--param", 'guided_choice=["yes"]')
     assert row["text"] == "yes"[: len(row["text"])]
     wrong = ("temp=1", "num_ctx=4", "seed=1", "n=", "think=true", 'options={"top_k": 1, "tpo_p": 1}')
     said = ("'temperature'", "num_ctx is not available", "--seed", "not valid JSON", "--template-kwargs", "'top_p'")
@@ -324,3 +324,28 @@ def test_stdin_may_not_be_the_output(runs: ForkServer, command: Command) -> None
     before = command.source.read_bytes()
     assert runs.start("run", "-o", command.source, "--overwrite", stdin=str(command.source)).code() == 2
     assert command.source.read_bytes() == before
+
+
+def test_what_a_user_gets_wrong_in_rows_is_told(command: Command, tmp_path: Path) -> None:
+    """Guards a misspelt keyword, a form without room, a broken line of OpenAI's form, Latin-1 and semicolons."""
+    schema = {"type": "object", "propertis": {"a": {}}}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    request = '{"custom_id": "b", "method": "POST", "url": "/v1/chat/comp'
+    rows = [
+        *({"prompt": text, "response_format": form, "max_tokens": 9} for text in "ab"),
+        {"prompt": "a", "choice": ["x" * 90], "max_tokens": 1},
+        request,
+        '{"custom_id": "ours", "prompt": "a',
+    ]
+    _, (_, _, unfit, broken, ours) = command.answer(rows)
+    said = command.said()
+    assert said.count("no keyword 'propertis', so it constrains nothing; did you mean 'properties'?") == 1
+    assert "the shortest choice has at least" in unfit["error"]["message"]
+    assert broken["custom_id"] == "b" and broken["error"]["code"] == "invalid_json" and "response" in broken
+    assert ours["error"]["code"] == "invalid_json" and "custom_id" not in ours
+    command.source.write_bytes('{"prompt": "café"}\n'.encode("latin-1"))
+    assert command("--overwrite") == 1 and "perhaps Latin-1): iconv -f LATIN1 -t UTF-8" in command.said()
+    table = tmp_path / "in.csv"
+    table.write_text('prompt;"a, b"\nhi;2\n')
+    command.source = table
+    assert command("--overwrite", "--max-tokens", "1") == 0 and command.rows()[0]["extra"]["a, b"] == "2"
