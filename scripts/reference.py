@@ -23,8 +23,8 @@ SHARED = ("Sampling", "Model", "Engine", "Memory", "Replicas")
 BEGINNING = """\
 # Reference
 
-Every option of every command. Written by `python -m scripts.reference` from where they are declared; `--help` shows the
-same.
+Every option of every command. Written by `python -m scripts.reference` from where they are declared; `--help` (of
+`run` and `chat`: `--help-all`) shows the same.
 
 Every option also reads an environment variable, `CBATCH_<COMMAND>_<OPTION>`, and defaults can stand in a
 [configuration file](configuration.md). In Python, the options of [Model](#model), [Engine](#engine) and

@@ -163,7 +163,7 @@ def test_commands_can_be_parsed(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_options_exist(page: Path) -> None:
     """Guards against text about an option that was renamed or dropped; those of scripts count, too."""
-    known = set().union(*map(options_of, COMMAND_NAMES)) | {"--help", "--version"}
+    known = set().union(*map(options_of, COMMAND_NAMES)) | {"--help", "--help-all", "--version"}
     spans = _CODE.findall(text_without_blocks(page))
     ours = [span for span in spans if not span.startswith(("pip", "git", "pytest", "pre-commit"))]
     options = {option for span in ours for option in _OPTION.findall(span)} - known

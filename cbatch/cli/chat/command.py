@@ -109,7 +109,10 @@ class ChatOptions:
             raise UserError("--allow-tools goes with --tools FILE.")
 
 
-@click.command("chat", cls=ConfiguredCommand)
+MAIN = "model continued load system max_tokens temperature tools quantize lines json".split()
+
+
+@click.command("chat", cls=ConfiguredCommand, main=MAIN)
 @click.argument("question", nargs=-1)
 @record_options(ChatOptions)
 @sampling_options(in_chat=True)

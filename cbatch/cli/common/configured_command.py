@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import textwrap
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -172,20 +173,35 @@ def _near_miss(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]}?" if found else "."
 
 
-_PRESETS, _SETTINGS, _COMMAND_LINE = f"{__name__}.presets", f"{__name__}.settings", f"{__name__}.command_line"
-"""Keys of a context's `meta`: the presets of the file, the settings that count, and what was typed."""
+_PRESETS, _SETTINGS, _COMMAND_LINE, _SHOWS_ALL = (
+    f"{__name__}.{name}" for name in ("presets", "settings", "command_line", "shows_all")
+)
+"""Keys of a context's `meta`: the presets of the file, the settings that count, what was typed, and --help-all."""
+
+
+_TOPICS = {
+    "Prompts and tools": "Input",
+    "Resuming": "Output",
+    "seed": "Sampling",
+    **dict.fromkeys(("Validated and cached answers", "regex", "close_forms", "pretty_json", "json_schema"), "Forms"),
+    **dict.fromkeys(("Model", "Memory", ""), "Engine"),
+    **dict.fromkeys(("Replicas", "tensor_parallel", "device_map", "max_memory", "offload_folder"), "Scale"),
+    **dict.fromkeys(("Reports", "timings", "max_errors"), "Diagnosis"),
+}
+"""Topics of the short help, in its order, by the names of options, or of groups that are called otherwise there."""
 
 
 class ConfiguredCommand(click.Command):
-    """Reads the configuration file, and shows it and every option's environment variable in the help.
+    """Reads the configuration file, and says in the help where it and the environment variables are.
 
     The command line comes first, then the environment, then a preset, then the file, then the option's own default.
     """
 
-    def __init__(self, *arguments: Any, **attributes: Any) -> None:
+    def __init__(self, *arguments: Any, main: Sequence[str] = (), **attributes: Any) -> None:
+        """`main`: the options that the help explains, if it only names the others; --help-all explains all then"""
         super().__init__(*arguments, **attributes)
+        self._main = main
         for key, option in reversed(option_keys(self).items()):
-            option.show_envvar = True
             # Click would name it after our name for the option. What all commands read, such as CBATCH_MODEL, is last.
             option.envvar = [f"CBATCH_{self.name}_{key}".upper(), *(option.envvar or ())]
 
@@ -212,7 +228,14 @@ class ConfiguredCommand(click.Command):
             raise problem
         return rest
 
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        *parameters, help_option = super().get_params(ctx)
+        return [*parameters, *([_help_all] if self._main else []), help_option]
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if self._main and not ctx.meta.get(_SHOWS_ALL):
+            self._format_overview(ctx, formatter)
+            return
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             if (record := parameter.get_help_record(ctx)) is not None:
@@ -222,14 +245,45 @@ class ConfiguredCommand(click.Command):
             with formatter.section(group or "Options"):
                 formatter.write_dl(records)
 
+    def _format_overview(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        options = {one.name: one for one in self.params if isinstance(one, click.Option) and not one.hidden}
+        with formatter.section("Most used"):
+            formatter.write_dl([record for name in self._main if (record := options.pop(name).get_help_record(ctx))])
+        topics: dict[str, list[str]] = {}
+        for name, one in options.items():
+            about: Option | None = getattr(one, "about", None)
+            group = about.group if about else ""
+            if name != PRESET:
+                topics.setdefault(_TOPICS.get(name or "", _TOPICS.get(group, group)), []).append(max(one.opts, key=len))
+        order = list(dict.fromkeys(_TOPICS.values()))
+        width = formatter.width - 15
+        with formatter.section("Others, which --help-all explains"):
+            for topic in sorted(topics, key=lambda topic: order.index(topic) if topic in order else -1):
+                names = textwrap.fill(", ".join(topics[topic]), width, break_on_hyphens=False)
+                formatter.write_dl([(topic.ljust(9), "\b\n" + names)])  # as it is: Click would break at hyphens
+
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Says where defaults can be written down, and which of them counts."""
-        preset = "then the preset, " if any(option.callback is _use_preset for option in self.params) else ""
+        preset = "then the preset (--preset), " if any(option.callback is _use_preset for option in self.params) else ""
+        model = ", and --model also CBATCH_MODEL" if "model" in option_keys(self) else ""
         formatter.write_paragraph()
         formatter.write_text(
-            f"You can keep your own defaults in {display_path(config_path())}. What you type on the command line comes "
+            f"Every option also reads an environment variable, CBATCH_{(self.name or '').upper()}_<OPTION>{model}. You "
+            f"can keep your own defaults in {display_path(config_path())}. What you type on the command line comes "
             f"first, then the environment variable, {preset}then this file."
         )
+
+
+def _show_all(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        ctx.meta[_SHOWS_ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
+
+
+_help_all = click.Option(
+    ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all, help="Explain every option."
+)
 
 
 def command_line() -> str:

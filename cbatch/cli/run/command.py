@@ -43,7 +43,10 @@ if TYPE_CHECKING:
     from cbatch.runtime.tracing import StepTracer
 
 
-@click.command("run", cls=SavedOptionsCommand)
+MAIN = "output model resume max_tokens temperature system template json_schema replicas check".split()
+
+
+@click.command("run", cls=SavedOptionsCommand, main=MAIN)
 @click.argument("input", default="-", metavar="[INPUT]")
 @record_options(RunOptions)
 @sampling_options()

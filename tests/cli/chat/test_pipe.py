@@ -187,7 +187,7 @@ def test_what_is_refused(
 
 def test_the_help_offers_only_what_a_chat_takes(capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the help against options that are refused: --n and --logprobs are for `cbatch run`."""
-    assert run_command(["chat", "--help"]) == 0
+    assert run_command(["chat", "--help-all"]) == 0
     options = set(re.findall(r"--[a-z][\w-]*", capsys.readouterr().out))
     assert {"--temperature", "--continue", "--tools", "--preset"} <= options and not {"--n", "--logprobs"} & options
 

@@ -10,7 +10,7 @@ import click
 import pytest
 
 from cbatch.cli.chat.background_run import parse_run_options
-from cbatch.cli.common.configured_command import config_path, display_path, option_keys
+from cbatch.cli.common.configured_command import config_path, display_path
 from cbatch.cli.main import cli, run_command
 
 
@@ -166,22 +166,36 @@ def test_where_the_file_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["run", "verify", "chat", "bench", "info"])
-def test_help_shows_variables_and_the_file(
+def test_help_tells_of_variables_and_the_file(
     name: str, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards the help at 80 columns: every option's variable, where the file lies, and the order."""
+    """Guards the help at 80 columns: how variables are named, where the file lies, and the order."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("XDG_CONFIG_HOME", "/etc/xdg")
     assert run_command([name, "--help"]) == 0
     shown = capsys.readouterr().out
     assert all(len(line) <= 80 for line in shown.splitlines())
+    words = " ".join(shown.split())
+    assert f"CBATCH_{name}_<OPTION>".upper() in words
+    assert "CBATCH_MODEL" in words and "/etc/xdg/cbatch/config.toml" in words
+    preset = "then the preset (--preset), " if name in ("run", "verify", "chat") else ""
+    assert words.endswith(f"environment variable, {preset}then this file.")
+
+
+@pytest.mark.parametrize("name", ["run", "chat"])
+def test_short_help_names_every_option(
+    name: str, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards help that fits two screens of 80 columns, breaks no name, and explains every option with --help-all."""
+    monkeypatch.setenv("COLUMNS", "80")
     command = cli.get_command(click.Context(cli), name)
     assert command is not None
-    words = " ".join(shown.split())
-    for key, option in option_keys(command).items():
-        if not option.hidden:
-            assert f"CBATCH_{name}_{key}".upper() in words
-    assert "CBATCH_MODEL" in words and "/etc/xdg/cbatch/config.toml" in words
-    assert words.endswith(
-        f"environment variable, {'then the preset, ' if name in ('run', 'verify', 'chat') else ''}then this file."
-    )
+    options = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
+    shown = {}
+    for flag in ("--help", "--help-all"):
+        assert run_command([name, flag]) == 0
+        shown[flag] = capsys.readouterr().out
+    assert len(shown["--help"].splitlines()) < 60 and not re.search(r"--\S*-\n", shown["--help"])
+    assert [one.name for one in options if max(one.opts, key=len) not in shown["--help"]] == []
+    explained = "".join(shown["--help-all"].split())
+    assert all("".join((one.help or "").split())[:60] in explained for one in options)
