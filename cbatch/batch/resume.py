@@ -145,7 +145,7 @@ class ResumePlan:
     first_misfit: line number of the first row with each reason
     tries:        of rows that are run again because none of them was good, by their index
     rekeyed:      numbers of kept rows that have to be written again, with the key that is in the journal by now
-    rewritten:    those rows, as they are to be written
+    rewritten:    those rows, as they are to be written; None if there are none
     carried:      number of rows that have taken over an answer to a line with other columns
     truncated:    numbers of rows that go on with their tokens, by their index
     restarted:    number of rows of a run with a lower limit that begin anew
@@ -159,7 +159,7 @@ class ResumePlan:
     first_misfit: dict[str, int] = field(default_factory=dict)
     tries: dict[int, int] = field(default_factory=dict)
     rekeyed: array[int] = field(default_factory=lambda: array("q"))
-    rewritten: IO[bytes] = field(default_factory=lambda: SpooledTemporaryFile(2**20))  # noqa: SIM115
+    rewritten: IO[bytes] | None = None
     carried: int = 0
     truncated: dict[int, int] = field(default_factory=dict)
     restarted: int = 0
@@ -183,6 +183,7 @@ class ResumePlan:
         journal.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES] = bytes.fromhex(key)
         self.keep(index, bool(journal.failed[number]))
         self.rekeyed.append(number)
+        self.rewritten = self.rewritten or SpooledTemporaryFile(2**20)  # noqa: SIM115  # whoever reads it closes it
         self.rewritten.write(row)
 
     def add_misfit(self, reason: str, index: int) -> None:

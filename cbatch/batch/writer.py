@@ -259,11 +259,14 @@ class FileWriter(RowWriter):
     def _go_on(self, plan: ResumePlan) -> None:
         journal = plan.journal
         self.start(journal)
-        plan.rewritten.seek(0)
-        for number, data in zip(plan.rekeyed, plan.rewritten, strict=True):
-            index = journal.indices[number]
-            journal.indices[number] = SUPERSEDED
-            self._append([(index, data)])
+        if plan.rewritten is None:
+            return
+        with plan.rewritten as rows:
+            rows.seek(0)
+            for number, data in zip(plan.rekeyed, rows, strict=True):
+                index = journal.indices[number]
+                journal.indices[number] = SUPERSEDED
+                self._append([(index, data)])
 
     def kept_rows(self) -> Iterator[tuple[int, bytes]]:
         """The rows that `resume` has kept, as (index of the line, bytes of the row) in the order of the input."""

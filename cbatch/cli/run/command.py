@@ -58,8 +58,8 @@ def run(**values: Any) -> Literal[0, 1]:
     """Generate an answer for every row of INPUT (JSON Lines, CSV, TSV, JSON array, Parquet, xlsx; - is stdin).
 
     A row is {"prompt": ...}, {"messages": [...]}, {"prompt_token_ids": [...]} or an OpenAI Batch request, and may
-    set sampling parameters of its own. Every row gives one row of output; a bad row gives an error row, and the
-    others still run. You can interrupt a run at any time: with -o, --resume continues it.
+    set sampling parameters. Each gives one row of output; a bad one gives an error row, and the others still run.
+    You can interrupt a run at any time: with -o, --resume continues it.
     """
     from cbatch.cli.run.stats import RunStats
 

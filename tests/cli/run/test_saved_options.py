@@ -43,7 +43,7 @@ def test_an_option_given_again_wins(cut: Command) -> None:
     """Guards against rows of two temperatures in one file, and against saved options that cannot be changed."""
     again = ["run", "--resume", "-o", str(cut.out), "--temperature", "0.8"]
     assert run_command(again) == 2
-    assert "other sampling parameters" in cut.said() and len(cut.lines()) == 2
+    assert "different --temperature (0.7 then, 0.8 now)" in cut.said() and len(cut.lines()) == 2
     assert run_command([*again, "--recompute-changed"]) == 0
     assert run_command(["run", "--resume", "-o", str(cut.out)]) == 0
     assert "3 rows are there" in cut.said()
