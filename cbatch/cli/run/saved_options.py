@@ -22,7 +22,7 @@ from cbatch.batch.forms import is_remote
 from cbatch.cli.common.configured_command import ConfiguredCommand, option_keys
 
 _NOT_KEPT = {
-    *"output resume overwrite retry_errors recompute_changed continue_truncated".split(),
+    *"output resume overwrite retry_errors recompute_changed continue_truncated max_errors max_truncated".split(),
     *"check estimate trace preset help help_all".split(),
 }
 """Options that are for one start of a run."""
@@ -35,7 +35,10 @@ def saved_path(output: str) -> Path | None:
     """Where the options of a run lie; None for an output that is not a local file."""
     if output == "-" or is_remote(output):
         return None
-    path = Path(output).resolve()
+    try:
+        path = Path(output).resolve()
+    except (OSError, RuntimeError):  # a loop of links, which the run refuses
+        return None
     is_short = len(os.fsencode(path.name)) < 200  # else it would be too long for a file system
     return (
         path.with_name(f".{path.name}.cbatch-options") if is_short and (path.is_file() or not path.exists()) else None
@@ -157,4 +160,5 @@ def _with_whole_path(option: click.Option, text: str) -> str:
     if not (about is not None and about.is_file) and not any(word in kind for word in ("FILE", "DIR", "PATH", "CHECK")):
         return text
     name, equals, path = text.partition("=") if kind in ("NAME=PATH", "CHECK") else ("", "", text)
-    return f"{name}{equals}{os.path.abspath(path)}" if path and os.path.exists(path) else text  # noqa: PTH100, PTH110
+    at, path = ("@", path[1:]) if path.startswith("@") else ("", path)
+    return f"{name}{equals}{at}{os.path.abspath(path)}" if path and os.path.exists(path) else text  # noqa: PTH100, PTH110

@@ -143,9 +143,10 @@ def test_rows_that_a_small_cache_cut_off_are_known(command: Command) -> None:
     long = {"prompt": "hello", "max_tokens": 60, "ignore_eos": True}
     command.write([long, {"prompt": "hello", "max_tokens": 5}, {"prompt": "x " * 400}])
     assert command("--kv-blocks", "3") == 1
-    assert command("--resume") == 2 and "1 made with different size of the KV cache" in command.said()
+    more = "--resume", "--kv-blocks", "40"
+    assert command(*more) == 2 and "1 made with different size of the KV cache" in command.said()
     assert command("--resume", "--kv-blocks", "3") == 1 and command.counts()[0] == 3
-    assert command("--resume", "--recompute-changed") == 1 and command.counts() == (2, 1)
+    assert command(*more, "--recompute-changed") == 1 and command.counts() == (2, 1)
     assert command.rows()[0]["usage"]["completion_tokens"] == 60
 
 
@@ -156,7 +157,7 @@ def test_a_signal_during_the_final_ordering(done: Command, whole: bytes, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "row", lambda self, number: signal.raise_signal(signal.SIGINT) or b"")
         assert done("--resume") == 130
-    assert done.data == mixed and len(list(done.folder.iterdir())) == 4
+    assert done.data == mixed and len(list(done.folder.iterdir())) == 5
     assert done("--resume") == 1 and done.data == whole
 
 
@@ -375,7 +376,7 @@ def test_the_cause_of_another_key_is_said(command: Command, tmp_path: Path) -> N
     template = tmp_path / "say.jinja"
     template.write_text("Say {{ prompt }}")
     command.write(rows)
-    command.options += ("--template", template, "--max-tokens", "4")
+    command.options += ("--template", f"@{template}", "--max-tokens", "4")
     assert command() == 0
     command.model = shutil.copytree(command.model, tmp_path / "other")
 
