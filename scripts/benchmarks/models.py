@@ -64,12 +64,15 @@ class _Float8Matrix(StoredMatrix):
     def packing(self) -> Packing:
         return Packing(FP8, -(-self.shape[-1] // 32) * 32)
 
-    def kept(self, rows: Rows, format: int) -> Integers:
-        codes, scales = rounded_rows(self._tensors[self._name])
-        return Integers(codes.view(torch.uint8)[rows], scales[rows])
+    def kept(self, rows: Rows, format: int) -> Integers | None:
+        return self._codes(rows) if format == FP8 else None
 
     def values(self, rows: Rows) -> Tensor:
-        return self.kept(rows, FP8).values(FP8, self.packing.group)
+        return self._codes(rows).values(FP8, self.packing.group)
+
+    def _codes(self, rows: Rows) -> Integers:
+        codes, scales = rounded_rows(self._tensors[self._name])
+        return Integers(codes.view(torch.uint8)[rows], scales[rows])
 
 
 class _Numbers(_Float8Matrix):

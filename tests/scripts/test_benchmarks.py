@@ -12,14 +12,17 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
 
+from cbatch.kernels.formats import FP8, INT8
 from scripts.benchmarks import company, products, rounding
 from scripts.benchmarks.harness import BENCHMARKS, by_turns, main, median_by_name, parse
 from scripts.benchmarks.lengths import mean_longest, read_lengths
 from scripts.benchmarks.long_prompt import Gap, Pause, ratio_of
+from scripts.benchmarks.models import in_float8
 from scripts.benchmarks.shapes import SHAPES, TINY
 
 Measure = Callable[[str], Any]
@@ -54,6 +57,17 @@ def test_rounds_alternate() -> None:
     found = by_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3)
     assert order == ["a", "b"] * 3 and {way: len(results) for way, results in found.items()} == {"a": 3, "b": 3}
     assert median_by_name([{"x": 1.0}, {"x": 9.0}, {"x": 2.0}]) == {"x": 2.0}
+
+
+def test_random_float8_weights_are_the_same_numbers_on_every_device() -> None:
+    """Guards FP8 weights on a CPU, which has int8 for them: bytes of e4m3 are no integers."""
+    weights = in_float8({"up_proj.weight": torch.randn(8, 64, generator=torch.Generator().manual_seed(0))})
+    rows, matrix = np.arange(8), weights.matrices["up_proj.weight"]
+    numbers = matrix.values(rows)
+    assert matrix.packing is not None
+    assert torch.equal(matrix.integers(rows, FP8).values(FP8, matrix.packing.group), numbers)
+    half_step = numbers.abs().max() / 127 * 0.51
+    assert (matrix.integers(rows, INT8).values(INT8) - numbers).abs().max() < half_step
 
 
 def test_the_host_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
