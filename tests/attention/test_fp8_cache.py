@@ -79,6 +79,13 @@ def test_numbers_are_rounded_as_torch_does() -> None:
     assert torch.equal(as_stored(torch.tensor([500.0, -1e9]), FP8).float(), torch.tensor([FP8_MAX, -FP8_MAX]))
 
 
+@needs_interpreter
+def test_numbers_are_rounded_by_ptx_as_torch_does() -> None:
+    """Guards the order of four numbers that a chip's type of FP8 rounds at once."""
+    with emulated_ptx(90):
+        test_numbers_are_rounded_as_torch_does()
+
+
 def stored_and_attended(attention: AttentionBackend, sequences: Sequences, dtype: torch.dtype) -> Tensor:
     """Attention of a decode row, a narrow, a wide and a long chunk over a cache in which nothing else was written."""
     device = DEVICE if attention.name == "triton" else CPU

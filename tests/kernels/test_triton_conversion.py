@@ -15,10 +15,11 @@ import triton
 import triton.language as tl
 
 from cbatch.kernels.formats import LEVELS, MXFP4
-from cbatch.kernels.triton.conversion import from_four_bits, from_int8, ones_like
+from cbatch.kernels.triton.conversion import from_four_bits, from_int8, ones_like, quotient
+from tests.support.device import DEVICE
 from tests.support.ptx import emulated_ptx, needs_interpreter
 
-pytestmark = [pytest.mark.kernels, needs_interpreter]
+pytestmark = pytest.mark.kernels
 
 
 @triton.jit
@@ -45,6 +46,7 @@ MEANINGS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
 }
 
 
+@needs_interpreter
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", MEANINGS)
 def test_every_byte(kind: str, dtype: torch.dtype) -> None:
@@ -56,3 +58,27 @@ def test_every_byte(kind: str, dtype: torch.dtype) -> None:
     expected = MEANINGS[kind](codes)
     assert torch.equal(low.float(), expected[0].float())
     assert torch.equal(high.float(), expected[1].float())
+
+
+@triton.jit
+def _divide_kernel(numbers: Any, divisors: Any, out: Any, COUNT: tl.constexpr) -> None:
+    place = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    tl.store(out + place, quotient(tl.load(numbers + place), tl.load(divisors + tl.program_id(0))))
+
+
+def test_quotients_are_the_nearest() -> None:
+    """Guards tokens whose logits are equal, and bytes of FP8: every quotient has the bits of torch's."""
+    chance = torch.Generator().manual_seed(0)
+    divisors = torch.cat(
+        [
+            torch.tensor([1.0, 3.0, 0.7, 1e-5, 2.0**-126, 2.0 - 2.0**-23, 1.0 + 2.0**-23]),
+            torch.rand(57, generator=chance),
+        ]
+    )
+    bits = torch.randint(27 << 23, 254 << 23, (64, 4096), generator=chance, dtype=torch.int32)
+    numbers = bits.view(torch.float32) * torch.where(torch.rand(bits.shape, generator=chance) < 0.5, 1, -1)
+    numbers[:, ::3] = torch.randn(64, 1366, generator=chance) * 10
+    numbers[:, :4] = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan])
+    out = torch.empty_like(numbers, device=DEVICE)
+    _divide_kernel[(64,)](numbers.to(DEVICE), divisors.to(DEVICE), out, 4096)
+    torch.testing.assert_close(out.cpu(), numbers / divisors[:, None], rtol=0, atol=0, equal_nan=True)

@@ -24,6 +24,7 @@ from tests.support.device import DEVICE
 needs_interpreter = pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter executes the PTX of any chip")
 
 Register = NDArray[Any]
+_ARRAYS = {tl.float16: np.float16, tl.bfloat16: np.uint16, tl.uint8: np.uint8}
 _TYPES = {"f16x2": torch.float16, "bf16x2": torch.bfloat16}
 
 
@@ -64,6 +65,11 @@ def _from_e4m3(pair: Register) -> Register:
     return _rounded(numbers.double().view(-1, 2), "f16x2")
 
 
+def _to_e4m3(high: Register, low: Register) -> Register:
+    numbers = torch.from_numpy(np.stack([low, high], -1)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return numbers.view(torch.uint8).numpy().reshape(-1).view(np.uint16).astype(np.uint32)
+
+
 def _fma(kind: str) -> Callable[..., Register]:
     def fma(*operands: Register) -> Register:
         one, other, added = (_numbers(operand, kind) for operand in operands)
@@ -85,6 +91,7 @@ _INSTRUCTIONS: dict[str, Callable[..., Register]] = {
     "fma.rn.f16x2": _fma("f16x2"),
     "fma.rn.bf16x2": _fma("bf16x2"),
     "cvt.rn.f16x2.e4m3x2": _from_e4m3,
+    "cvt.rn.satfinite.e4m3x2.f32": _to_e4m3,
     "cvt.f32.f16": lambda half: half.astype(np.uint16).view(np.float16).astype(np.float32),
     "cvt.rn.bf16x2.f32": lambda high, low: _rounded(torch.from_numpy(np.stack([low, high], -1)).double(), "bf16x2"),
 }
@@ -105,6 +112,9 @@ def execute(asm: str, registers: dict[str, Register]) -> None:
             whole = value(halves[3])
             registers[halves[1]], registers[halves[2]] = whole & np.uint32(0xFFFF), whole >> np.uint32(16)
             continue
+        if halves := re.match(r"(\$?\w+), \{(\w+), (\w+)\}$", operands):
+            registers[halves[1]] = value(halves[2]) | value(halves[3]) << np.uint32(16)
+            continue
         target, *sources = (operand.strip() for operand in operands.split(","))
         registers[target] = _INSTRUCTIONS[name](*map(value, sources))
 
@@ -117,19 +127,21 @@ class _Results(list[TensorHandle]):
 def _execute_inline(
     _builder: Any, asm: str, constraints: str, values: list[TensorHandle], types: list[Any], _pure: bool, pack: int
 ) -> _Results:
-    """As `InterpreterBuilder.create_inline_asm`, for one tensor and results of 16 bits."""
+    """As `InterpreterBuilder.create_inline_asm`, for one tensor and results of 8 or 16 bits."""
     (source,) = values
-    assert pack * source.data.itemsize == 4
-    outputs, each = constraints.count("=r"), pack // 2
-    assert outputs == each * len(types)
-    registers = {f"${outputs}": np.ascontiguousarray(source.data).reshape(-1).view(np.uint32)}
+    numbers = np.ascontiguousarray(source.data).reshape(-1)
+    each = pack * types[0].scalar.primitive_bitwidth // 32
+    first, inputs = each * len(types), pack * source.data.itemsize // 4
+    assert constraints == ",".join(["=r"] * first + ["f" if numbers.dtype == np.float32 else "r"] * inputs)
+    kept = numbers.reshape(-1, inputs) if numbers.dtype == np.float32 else numbers.view(np.uint32).reshape(-1, inputs)
+    registers = {f"${first + place}": kept[:, place] for place in range(inputs)}
     with np.errstate(over="ignore"):
         execute(asm, registers)
     found = _Results()
     for number, kind in enumerate(types):
-        pairs = np.stack([registers[f"${each * number + place}"] for place in range(each)], -1)
+        words = np.stack([registers[f"${each * number + place}"] for place in range(each)], -1)
         dtype = kind.scalar
-        data = pairs.view(np.float16 if dtype == tl.float16 else np.uint16).reshape(source.data.shape)
+        data = words.view(_ARRAYS[dtype]).reshape(source.data.shape)
         found.append(TensorHandle(data, dtype))
     return found
 

@@ -18,6 +18,7 @@ def prepare() -> None:
     """Applies all patches; does nothing if kernels are not interpreted."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         patch_loops()
+        patch_fma()
         patch_language_once()
         patch_types()
         patch_operations()
@@ -41,6 +42,23 @@ def patch_loops() -> None:
         tensor.__index__ = lambda self: int(self.handle.data.item())
 
     interpreter._patch_lang_tensor = patched
+
+
+def patch_fma() -> None:
+    """Rounds the results of `tl.fma` in float32 once, as a GPU does; does nothing if the interpreter does.
+
+    Before 3.9 it rounds the product, too.
+    """
+    from triton.runtime import interpreter
+
+    if hasattr(interpreter._interpreter, "fma_fp32"):
+        return
+
+    def fma(_builder: Any, x: Any, y: Any, z: Any) -> Any:
+        exact = x.data.astype(np.float64) * y.data + z.data
+        return interpreter.TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_fma = fma
 
 
 def patch_language_once() -> None:

@@ -55,6 +55,12 @@ _E4M3_TO_FLOAT16_BY_HARDWARE = tl.constexpr(
     cvt.rn.f16x2.e4m3x2 $0, low;
     cvt.rn.f16x2.e4m3x2 $1, high;}"""
 )
+_TO_E4M3_BY_HARDWARE = tl.constexpr(
+    """{.reg .b16 low, high;
+    cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+    cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+    mov.b32 $0, {low, high};}"""
+)
 _E4M3_TO_BFLOAT16_BY_HARDWARE = tl.constexpr(
     """{.reg .b16 half<2>, first, second;
     .reg .b32 pair;
@@ -241,10 +247,29 @@ def from_fp8(code, dtype, IS_PURE=True):
 def to_fp8(number):
     """Bytes of FP8 (e4m3) of numbers: the nearest, ties to even; the largest, 448, of larger ones; NaN stays NaN."""
     exact = number.to(tl.float32)
-    size = tl.minimum(tl.abs(exact), 448.0)
-    bits = size.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Beside 2**14, a float32 is rounded to multiples of 2**-9, as the smallest numbers of FP8 are.
-    small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    code = tl.where(size < 0.015625, small, normal) | ((exact.to(tl.int32, bitcast=True) >> 24) & 0x80)
-    return tl.where(exact != exact, 0x7F, code).to(tl.uint8)
+    if COMPILED and cuda_capability_geq(8, 9):
+        code = tl.inline_asm_elementwise(_TO_E4M3_BY_HARDWARE, "=r,f,f,f,f", [exact], tl.uint8, True, 4)
+    else:
+        size = tl.minimum(tl.abs(exact), 448.0)
+        bits = size.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+        # Beside 2**14, a float32 is rounded to multiples of 2**-9, as the smallest numbers of FP8 are.
+        small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(size < 0.015625, small, normal) | ((exact.to(tl.int32, bitcast=True) >> 24) & 0x80)
+        code = tl.where(exact != exact, 0x7F, code).to(tl.uint8)
+    return code
+
+
+@triton.jit
+def quotient(x, divisor):
+    """float32 x [...] / a number, to the nearest as by `div_rn`, which takes a reciprocal and a branch for each x.
+
+    A quotient that is off by less than an ulp becomes the nearest one if what is left of x is multiplied by the nearest
+    reciprocal and added (P. Markstein, https://doi.org/10.1147/rd.341.0111). That takes normal numbers: of an x below
+    2**-100, the result may be off by an ulp.
+    """
+    reciprocal = tl.div_rn(1.0, divisor)
+    first = x * reciprocal
+    near = tl.fma(tl.fma(-first, divisor, x), reciprocal, first)
+    near = tl.fma(tl.fma(-near, divisor, x), reciprocal, near)
+    return tl.where(near == near, near, first)  # of an infinity nothing is left

@@ -34,6 +34,7 @@ from cbatch.kernels.triton.conversion import (
     from_int8,
     in_order,
     ones_like,
+    quotient,
     to_fp8,
 )
 from cbatch.kernels.triton.occupancy import device_limits
@@ -400,7 +401,7 @@ def _round_rows_kernel(source, codes, scales, DEPTH: tl.constexpr, BLOCK: tl.con
     for first in range(0, DEPTH, BLOCK):
         column = first + step
         number = tl.load(source + row * DEPTH + column, mask=column < DEPTH, other=0.0).to(tl.float32)
-        tl.store(codes + row * DEPTH + column, to_fp8(tl.div_rn(number, scale)), mask=column < DEPTH)
+        tl.store(codes + row * DEPTH + column, to_fp8(quotient(number, scale)), mask=column < DEPTH)
 
 
 def round_rows(source: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cbatch.kernels.triton.attention_tile import LAUNCH
+from cbatch.kernels.triton.conversion import quotient
 
 _INFINITY = tl.constexpr(math.inf)
 _SLACK = tl.constexpr(1e-3)
@@ -170,7 +171,7 @@ def _tile(row, start, LISTED, GROUP, BLOCK):
     raw = tl.load(values + places, mask=is_token, other=-_INFINITY).to(tl.float32)
     raw = keep_allowed(raw, places, is_token, mask)
     # Rounded as in torch: equal logits must stay equal, and the order of others must not change.
-    return tl.where(raw == raw, tl.div_rn(raw, temperature), -_INFINITY), places
+    return tl.where(raw == raw, quotient(raw, temperature), -_INFINITY), places
 
 
 @triton.jit
@@ -329,7 +330,7 @@ def _draw_filtered(
     limit, end, token, is_kept = tl.full((), -_INFINITY, tl.float32), length, first, False
     while not is_kept:
         _score, token = noisy_argmax(row, 0, key, first, (floor, limit, end), True, GROUP, BLOCK)
-        limit, end = tl.div_rn(tl.load(values + token).to(tl.float32), temperature), token
+        limit, end = quotient(tl.load(values + token).to(tl.float32), temperature), token
         is_kept = (token == first) | (tl.exp(limit - most) >= min_p)
         if is_kept & (token != first) & (top_p < 1):
             is_kept = mass_before(row, most, limit, end, GROUP, BLOCK) < top_p * total
@@ -359,7 +360,7 @@ def _scan_kernel(
     raw = tl.where(is_nan, -_INFINITY, raw)
     tl.store(place + 2 * chunks, tl.where(max_of(is_nan.to(tl.int32)) > 0, float("nan"), max_of(raw)))
     divisor = tl.where(temperature > 0, temperature, 1.0)
-    x = tl.div_rn(raw, divisor)
+    x = quotient(raw, divisor)
     score = max_of(x)
     token = min_of(tl.where(x == score, ids, length))
     if filters:
