@@ -113,8 +113,9 @@ def _constants(
     tuning = tuning.fitted(head_tile, heads.dtype, heads.cache_dtype, layer["GROUP"], limits, has_window=has_window)
     return {
         **layer, "NARROW": 0 if takes_all else narrow_rows(layer["GROUP"]), "ROWS": tuning.rows,
-        "TOKENS": tuning.tokens, "MASKS_ALL": takes_all, "num_warps": tuning.warps, "num_stages": tuning.stages,
-        **LAUNCH,
+        "TOKENS": tuning.tokens, "MASKS_ALL": takes_all,
+        "READS_SHARED": tuning.rows >= 64 and 100 <= limits.capability < 120, "num_warps": tuning.warps,
+        "num_stages": tuning.stages, **LAUNCH,
     }  # fmt: skip
 
 
@@ -123,7 +124,7 @@ def _prefill_kernel(
     query, keys, values, out, partials, sums, pieces, count, sequences, block_ids, query_row, query_head, scale, window,
     softcap, sinks, IS_CHUNKED: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr,
-    NARROW: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, MASKS_ALL: tl.constexpr,
+    NARROW: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, MASKS_ALL: tl.constexpr, READS_SHARED: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one KV head: row r holds query head r % GROUP of token r // GROUP.
 
@@ -174,14 +175,14 @@ def _prefill_kernel(
             tokens = key + tl.arange(0, TOKENS)
             there = tokens < stop
             rows = kv_rows(blocks, tokens, there, head, KV_HEADS, BLOCK_SIZE)
-            k = load_kv(keys, rows, there, KEY_DIM, KEY_TILE, phase != 1, q.dtype)
+            k = load_kv(keys, rows, there, KEY_DIM, KEY_TILE, phase != 1, q.dtype, READS_SHARED)
             scores = scaled_scores(q, k, scale, softcap)
             if phase != 1:
                 sees = tokens[None, :] <= position[:, None]
                 if window is not None:
                     sees = sees & (tokens[None, :] >= first_seen(position, window, IS_CHUNKED)[:, None])
                 scores = tl.where(sees, scores, float("-inf"))
-            v = load_kv(values, rows, there, VALUE_DIM, VALUE_TILE, phase != 1, q.dtype)
+            v = load_kv(values, rows, there, VALUE_DIM, VALUE_TILE, phase != 1, q.dtype, READS_SHARED)
             acc, largest, total = online_softmax_update(scores, v, acc, largest, total)
     total = tl.where(total == 0, 1.0, total)  # tokens that see nothing of the split
     column = tl.arange(0, VALUE_TILE)

@@ -151,8 +151,11 @@ def kv_rows(block_ids, tokens, there, head, KV_HEADS, BLOCK_SIZE):
 
 
 @triton.jit
-def load_kv(cache, rows, there, DIM, TILE, MASKED, dtype):
-    """[tokens, TILE] keys or values, FP8 as numbers of `dtype`; 0 beyond the head's size, and for masked tokens."""
+def load_kv(cache, rows, there, DIM, TILE, MASKED, dtype, READS_SHARED=False):
+    """[tokens, TILE] keys or values, FP8 as numbers of `dtype`; 0 beyond the head's size, and for masked tokens.
+
+    READS_SHARED: the matrix units of 10.0 read them from shared memory
+    """
     column = tl.arange(0, TILE)
     place = cache + rows[:, None] * DIM + column[None, :]
     if MASKED:
@@ -163,8 +166,9 @@ def load_kv(cache, rows, there, DIM, TILE, MASKED, dtype):
         found = tl.load(place)
     if cache.dtype.element_ty == tl.uint8:
         # If Triton could move it, it would convert after the warps have exchanged what they read: each warp would read
-        # the bytes of a whole tile one by one, and convert all of them, instead of its own share.
-        found = from_fp8(found, dtype, dtype.primitive_bitwidth != 16)
+        # the bytes of a whole tile one by one, and convert all of them, instead of its own share. It does not if they
+        # go to shared memory, and below 3.9 it does not compile there what it may not move.
+        found = from_fp8(found, dtype, READS_SHARED or dtype.primitive_bitwidth != 16)
     return found
 
 

@@ -205,8 +205,13 @@ def from_int8(code, dtype):
 
 @triton.jit
 def in_order(number):
-    """The same numbers. Triton moves nothing past it: warps convert their shares before they exchange numbers."""
-    if COMPILED and number.dtype.primitive_bitwidth == 16:
+    """The same numbers. Triton moves nothing past it: warps convert their shares before they exchange numbers.
+
+    Not for 10.0, whose matrix units take them from shared memory: below 3.9, Triton cannot compile it there.
+    """
+    if (COMPILED and number.dtype.primitive_bitwidth == 16) and (
+        not cuda_capability_geq(10, 0) or cuda_capability_geq(12, 0)
+    ):
         number = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], number.dtype, False, 2)
     return number
 
