@@ -57,8 +57,8 @@ def _convolve_rows(source, input_gate, output_gate, weight, bias, state, out, ro
         is_new = at >= start
         x = _load_input(source, input_gate, state, at, channel, kept & is_new, FORM)
         if tap < FORM.kernel - 1:
-            place = (slot * FORM.channels + channel) * (FORM.kernel - 1) + (at - start + (FORM.kernel - 1))
-            old = tl.load(state + place, mask=kept & (at < start), other=0.0)
+            window = state + (slot * (FORM.channels * (FORM.kernel - 1)) + (at - start + (FORM.kernel - 1)))
+            old = tl.load(window + channel * (FORM.kernel - 1), mask=kept & (at < start), other=0.0)
             x = tl.where(is_new, x, old)
         factor = tl.load(weight + channel * FORM.kernel + tap, mask=channel < FORM.channels, other=0.0)
         total += x.to(tl.float32) * factor
