@@ -8,7 +8,8 @@ call, so a call ends by itself.
 
 FOLDER gets `log.txt`, `state.json` with all figures, and `page.md` for docs/gpu.md, all rewritten after each stage. A
 call goes on after what it finds there; if it finds nothing, it leaves the stages of the calls before it to them.
-`--again NAME` runs a stage once more. `--rehearse` runs small sizes of everything on a CPU.
+`--again NAME` runs a stage once more, and `--again failed` all that failed or were killed. `--rehearse` runs small
+sizes of everything on a CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -108,9 +109,19 @@ class Folder:
         self.state: dict[str, Any] = {"machines": [], "stages": {}}
         if self._state.exists():
             self.state = json.loads(self._state.read_text())
+        self.end_begun()
+
+    def end_begun(self) -> None:
+        """Marks a stage that a call has begun and not ended, with the results that it left."""
         for entry in self.state["stages"].values():
             if entry["status"] == "begun":
                 entry |= {"status": "killed", "reason": "the call ended while it ran", "results": self.take_results()}
+
+    def forget(self, names: Collection[str]) -> None:
+        """Lets stages be due again: by their names, and all that were not done if `failed` is among these."""
+        for name, entry in [*self.state["stages"].items()]:
+            if name in names or ("failed" in names and entry["status"] != "done"):
+                del self.state["stages"][name]
 
     def save(self, stages: Sequence[Stage]) -> None:
         new = self.path / "state.new"
@@ -177,7 +188,12 @@ def run_call(folder: Folder, stages: Sequence[Stage], part: int, call_s: float, 
         folder.state["stages"][stage.name] = {"status": "begun", "device": device, "results": {}}
         folder.save(stages)
         yield f"{stage.name} ..."
-        entry = folder.state["stages"][stage.name] = folder.run(stage, device)
+        try:
+            entry = folder.state["stages"][stage.name] = folder.run(stage, device)
+        except (SystemExit, KeyboardInterrupt):
+            folder.end_begun()
+            folder.save(stages)
+            raise
         tail = entry.pop("end")
         folder.save(stages)
         yield f"{stage.name}: {entry.get('reason', 'done')} ({entry['seconds']} s)"
@@ -243,13 +259,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("folder", type=Path, metavar="FOLDER", help="where results go, and what this call goes on from")
     add("--part", choices=("1", "2", "3", "all"), default="all", help="which of the three calls this is (%(default)s)")
-    add("--again", action="append", default=[], metavar="NAME", help="run a stage that has run")
+    add("--again", action="append", default=[], metavar="NAME", help="run a stage once more; failed: all not done")
     add("--rehearse", action="store_true", help="use a CPU and small sizes")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    stages = make_stages(rehearse=options.rehearse)
+    if unknown := sorted({*options.again} - {"failed", *(stage.name for stage in stages)}):
+        names = ", ".join(stage.name for stage in stages)
+        print(f"There is no stage {unknown[0]!r}; choose from failed, {names}.", file=sys.stderr)
+        return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the stage would outlive this process
     began = time.monotonic()
     for line in [versions(), *missing_packages()]:
@@ -266,10 +287,9 @@ def main(arguments: list[str] | None = None) -> int:
     if about["device"] == "CPU" and not options.rehearse:
         print("There is no CUDA device here; --rehearse tries the command without one.", file=sys.stderr)
         return 2
-    folder, stages = Folder(options.folder), make_stages(rehearse=options.rehearse)
+    folder = Folder(options.folder)
     folder.state["machines"].append({"versions": versions(), "missing": missing_packages()} | about)
-    for name in options.again:
-        folder.state["stages"].pop(name, None)
+    folder.forget(options.again)
     known = set(folder.state["stages"])
     call_s = 3 * CALL_S if options.part == "all" else CALL_S
     part = 1 if options.part == "all" or options.again else int(options.part)

@@ -52,10 +52,18 @@ def figures(results: State) -> Iterator[tuple[str, str]]:
         if checks:
             agreeing = [check for check in checks if check["agrees"]]
             yield "kernels like plain torch", f"{len(agreeing)} of {len(checks)}"
-        for line in lines:
+        for line in best_points(lines) if part == "sweep" else lines:
             if isinstance(line, str) or not ("failed" in line or line.get("agrees")):
                 what, colon, figure = text_of(line).partition(": ")
                 yield (what, figure) if colon else (part, what)
+
+
+def best_points(lines: Sequence[Any]) -> Iterator[str]:
+    """Of each kind of measurement in a sweep, the one that reaches the largest share."""
+    points = [line for line in lines if isinstance(line, dict) and "share" in line]
+    for kind in dict.fromkeys(point["kind"] for point in points):
+        tried = [point for point in points if point["kind"] == kind]
+        yield f"best of {len(tried)}, {text_of(max(tried, key=lambda point: point['share']))}"
 
 
 def reached(entries: Mapping[str, State]) -> Iterator[tuple[str, str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from scripts.gpu import first_half_hour
+from scripts.gpu import first_half_hour, page
 from scripts.gpu.first_half_hour import CALL_S, Folder, Stage, make_stages, run_call
 
 WRITE = "import json, sys; json.dump({'speed': ['0.6B, decode: 7 tokens/s']}, open('{out}.json', 'w'))"
@@ -38,9 +39,9 @@ def test_a_stage_that_hangs_or_fails_costs_no_other(tmp_path: Path) -> None:
     assert [found[one.name]["status"] for one in stages] == ["killed", "failed", "done"]
     assert found["hangs"]["results"] == found["good"]["results"] == {"speed": ["0.6B, decode: 7 tokens/s"]}
     assert "left for other calls: nothing" in lines and any("no driver" in line for line in lines)
-    page = (tmp_path / "page.md").read_text()
-    assert "| good | 0.6B, decode | 7 tokens/s |" in page and "| hangs | it was killed after 2 s |" in page
-    assert "| fails | it ended with status 1 |" in page
+    text = (tmp_path / "page.md").read_text()
+    assert "| good | 0.6B, decode | 7 tokens/s |" in text and "| hangs | it was killed after 2 s |" in text
+    assert "| fails | it ended with status 1 |" in text
 
 
 def test_calls_go_on_from_each_other(tmp_path: Path) -> None:
@@ -60,6 +61,42 @@ def test_a_call_that_was_killed_is_noticed(tmp_path: Path) -> None:
     folder.state["stages"]["one"] = {"status": "begun", "device": "a GPU", "results": {}}
     folder.save([])
     assert Folder(tmp_path).state["stages"]["one"]["reason"] == "the call ended while it ran"
+
+
+def test_a_call_that_gets_term_leaves_its_page(tmp_path: Path) -> None:
+    """Guards what a stage has measured when a scheduler ends the call: it stands on the page, and nothing runs on."""
+    end = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        with pytest.raises(SystemExit):
+            run(tmp_path, [stage("one", f"{WRITE}; {end}"), stage("two", WRITE)])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    text = (tmp_path / "page.md").read_text()
+    assert "| one | 0.6B, decode | 7 tokens/s |" in text and "| one | the call ended while it ran |" in text
+    assert "| two | not run yet |" in text
+
+
+def test_what_failed_runs_again(tmp_path: Path) -> None:
+    """Guards `--again`: `failed` is all that was not done, a name is that stage, and no other name is taken."""
+    folder = Folder(tmp_path)
+    for name, status in (("one", "done"), ("two", "failed"), ("three", "killed"), ("four", "done")):
+        folder.state["stages"][name] = {"status": status, "device": "a GPU", "results": {}}
+    folder.forget(["failed", "four"])
+    assert list(folder.state["stages"]) == ["one"]
+    assert first_half_hour.main([str(tmp_path), "--again", "fail"]) == 2
+
+
+def test_of_a_sweep_the_best_stands_on_the_page() -> None:
+    """Guards the page's length, and the point to choose: the largest share of each kind, not the first or last."""
+    points = [
+        {"text": f"{kind}, {warps} warps: {share} GB/s", "kind": kind, "share": share}
+        for kind, warps, share in (("decode", 2, 0.5), ("decode", 4, 0.9), ("prefill", 8, 0.4), ("decode", 8, 0.7))
+    ]
+    assert list(page.figures({"sweep": [*points, {"failed": "OutOfResources"}]})) == [
+        ("best of 3, decode, 4 warps", "0.9 GB/s"),
+        ("best of 1, prefill, 8 warps", "0.4 GB/s"),
+    ]
 
 
 @pytest.mark.parametrize("rehearse", [True, False])
