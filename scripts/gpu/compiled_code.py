@@ -41,8 +41,8 @@ def resources_of(compiled: Any) -> Resources:
     return Resources(registers, stack + local)
 
 
-def inner_loop(compiled: Any) -> InnerLoop:
-    """The innermost loop with products that has most instructions."""
+def inner_loop(compiled: Any, *, any_loop: bool = False) -> InnerLoop:
+    """The innermost loop that has most instructions, of those with products unless any is meant."""
     (binary,) = (path for name, path in compiled.metadata_group.items() if name.endswith(".cubin"))
     command = [triton.knobs.nvidia.cuobjdump.path, "--dump-sass", binary]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -56,7 +56,7 @@ def inner_loop(compiled: Any) -> InnerLoop:
             spans += [(begin, end)] if begin < end else []
     inner = [one for one in spans if not any(one[0] <= other[0] and other[1] < one[1] for other in spans)]
     bodies = [code[begin : end + 1] for begin, end in inner]
-    body = max((body for body in bodies if _unit(body)), key=len, default=code)
+    body = max((body for body in bodies if any_loop or _unit(body)), key=len, default=code)
     return InnerLoop(len(body), sum(map(_bytes_read, body)), _unit(body))
 
 

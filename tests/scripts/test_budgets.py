@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
+import cbatch.kernels.triton
 from cbatch.kernels.triton.attention_tile import early_launch
+from scripts.gpu.budgets import BUDGET_CHIPS, BUDGETS, MEASURED
 from scripts.gpu.compiled_code import waits_first
 
 pytestmark = pytest.mark.kernels
@@ -53,3 +57,21 @@ def test_a_slow_conversion_exceeds_its_budget() -> None:
     (sentence, *_) = sentences_of("slow")
     assert sentence.startswith("_linear_kernel for H100 (int4, 8 rows) takes ")
     assert "instructions for each number, and may take 3." in sentence
+
+
+def launched_kernels(path: Path) -> set[str]:
+    """Functions of a module that it launches: those that it subscripts by a grid and calls."""
+    nodes = [*ast.walk(ast.parse(path.read_text()))]
+    functions = {node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.decorator_list}
+    called = (node.func.value for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript))
+    return functions & {value.id for value in called if isinstance(value, ast.Name)}
+
+
+def test_every_kernel_has_a_budget() -> None:
+    """Guards kernels that nobody measures: each that is launched has a budget, with figures for every chip."""
+    launched = set[str]().union(*map(launched_kernels, Path(cbatch.kernels.triton.__path__[0]).glob("*.py")))
+    assert len(launched) > 20
+    assert {budget.kernel for budget in BUDGETS} == launched
+    for budget in BUDGETS:
+        assert [len(figures) for figures in MEASURED[budget.name]] == [len(BUDGET_CHIPS)] * 2
+    assert len({budget.name for budget in BUDGETS}) == len(BUDGETS)

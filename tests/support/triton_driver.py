@@ -24,13 +24,17 @@ _device_numbers = itertools.count(1000)
 """A number for each driver, because Triton keeps what it compiled by the number of the device."""
 
 
+Choice = bool | Callable[[str, dict[str, str]], bool]
+"""Of kernels: all, none, or by their names and `Compilation.arguments`."""
+
+
 @dataclass(frozen=True)
 class Compilation:
     """Triton's compilation for one launch.
 
     arguments: what the kernel is compiled for, by the names of its arguments and options: the value of a constant, else
                the type, marked if the kernel relies on a multiple of 16
-    compiled:  the `CompiledKernel`; None if the driver only records
+    compiled:  the `CompiledKernel`; None if it was only recorded
     """
 
     kernel: str
@@ -51,7 +55,7 @@ class StubDriver(DriverBase):  # type: ignore[misc]
     compilations: what was compiled, in order
     """
 
-    def __init__(self, capability: int = 90, *, compiles: bool = False, max_shared: int = 2**31) -> None:
+    def __init__(self, capability: int = 90, *, compiles: Choice = False, max_shared: int = 2**31) -> None:
         """capability: of the chip, such as 90; compiles: whether kernels are compiled, else only recorded;
         max_shared: bytes of shared memory that a program may use, else its launch raises OutOfResources
         """
@@ -134,7 +138,7 @@ class _RecordedKernel:
 
 
 @contextmanager
-def stub_driver(capability: int = 90, *, compiles: bool = False, max_shared: int = 2**31) -> Iterator[StubDriver]:
+def stub_driver(capability: int = 90, *, compiles: Choice = False, max_shared: int = 2**31) -> Iterator[StubDriver]:
     """Launches on a `StubDriver` within the block; its parameters are described there."""
     stub = StubDriver(capability, compiles=compiles, max_shared=max_shared)
     compile_really = JITFunction._do_compile
@@ -142,13 +146,14 @@ def stub_driver(capability: int = 90, *, compiles: bool = False, max_shared: int
     def compile_or_record(
         kernel: Any, key: str, signature: Any, device: int, constants: Any, options: Any, attributes: Any, warmup: bool
     ) -> Any:
-        if device != stub.get_current_device() or stub.compiles:
+        arguments, chosen = _arguments(kernel, signature, constants, options, attributes), stub.compiles
+        is_chosen = chosen if isinstance(chosen, bool) else chosen(kernel.__name__, arguments)
+        if device != stub.get_current_device() or is_chosen:
             compiled = compile_really(kernel, key, signature, device, constants, options, attributes, warmup)
         else:
             assert kernel.cache_key  # found here, as by a compilation, with the globals that launches then compare
             compiled = kernel.device_caches[device][0][key] = _RecordedKernel(stub.launcher(kernel.__name__))
-        arguments = _arguments(kernel, signature, constants, options, attributes)
-        stub.compilations.append(Compilation(kernel.__name__, arguments, compiled if stub.compiles else None))
+        stub.compilations.append(Compilation(kernel.__name__, arguments, compiled if is_chosen else None))
         return compiled
 
     before = driver._active
