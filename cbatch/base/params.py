@@ -178,12 +178,6 @@ def _response_format(name: str, value: object) -> str | None:
     return text if _constraint_of_format(text) else None
 
 
-def _truncation(name: str, value: object) -> str:
-    if not (isinstance(value, str) and re.fullmatch(r"(left|right|middle)(:[1-9]\d{0,8})?", value)):
-        raise _invalid(name, "left, right or middle, or one of them with a number of tokens, such as left:2000", value)
-    return value
-
-
 def _bias(name: str, value: object) -> tuple[tuple[int, float], ...]:
     """Pairs of token id and bias, ordered by id; keys may be strings, as in JSON."""
     pairs = list(value.items() if isinstance(value, Mapping) else value if _is_sequence(value) else [None])
@@ -285,6 +279,10 @@ _FLAG = _flag, "true or false"
 _TEXTS = _few_texts, f"string or list, at most {MAX_STRINGS:,}"
 _IDS = partial(_tuple_of, kind=int), "token id or list"
 _LOGPROBS = _whole(0, 20)
+_TRUNCATION = _if(
+    lambda value: isinstance(value, str) and re.fullmatch(r"(left|right|middle)(:[1-9]\d{0,8})?", value) is not None,
+    "left, right or middle, or one of them with a number of tokens, such as left:2000",
+)
 _K = _num_logprobs, _LOGPROBS[1]
 _EFFORT = _if(lambda value: isinstance(value, str) and value in EFFORTS, f"one of {', '.join(EFFORTS)}")
 
@@ -475,7 +473,7 @@ class SamplingParams:
     )
     truncate_prompt: str | None = _param(
         None,
-        (_optional(_truncation), "`left`, `right` or `middle`, perhaps with `:N`"),
+        (_optional(_TRUNCATION), "`left`, `right` or `middle`, perhaps with `:N`"),
         "Drop this side of a prompt that is too long; with :N, keep N tokens.",
         "Tokens of the longest user message are dropped, or of a raw prompt, so that N tokens are left in all, and the "
         "context has room for `max_tokens`, or for half of it if that is less. The row says how many were dropped.",

@@ -154,7 +154,7 @@ class EngineStream(RowStream):
         """Puts a request of a row into the feed. `goes_on`: whether it follows on others of the row."""
         if self._token_journal is not None:
             self._token_journal.continue_(request)
-        row.request, row.outputs = request, self._engine_thread.engine.output_processor(request, row.taken_at)
+        row.request, row.outputs = request, self._engine_thread.engine.output_processor(request)
         if self._cache is not None:
             if self._cache.replay(row.outputs):
                 self._inbox.put(EndOfAnswer(row, "cached"))

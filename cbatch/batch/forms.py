@@ -39,24 +39,16 @@ _COMPRESSIONS: dict[str, Compression] = {"gz": "gz", "zst": "zst", "zstd": "zst"
 
 
 def input_form(name: str) -> InputForm:
-    """The form of an input, from its name: `data.csv.gz` is CSV. Other endings are JSON Lines.
-
-    A `.txt` file whose first line is a JSON object is JSON Lines, too.
-    """
-    form = _INPUTS.get(_endings(name)[0], "jsonl")
-    return "jsonl" if form == "text" and _begins_with_object(Path(name)) else form
+    """The form of an input, from its name: `data.csv.gz` is CSV. Other endings are JSON Lines."""
+    return _INPUTS.get(_endings(name)[0], "jsonl")
 
 
-def has_form_of_text(name: str) -> bool:
-    """Whether the name of an input says that it is text, whatever its first line says."""
-    return _INPUTS.get(_endings(name)[0]) == "text"
-
-
-def _begins_with_object(path: Path) -> bool:
+def begins_with_object(path: Path) -> bool:
+    """Whether the first line of a file is a JSON object, so that it is no text."""
     with suppress(*READ_ERRORS, RecursionError):
         if path.is_file():  # a pipe could not be read again
             with path.open("rb") as file:
-                return isinstance(json.loads(decompressed(file).readline(MAX_FIRST_LINE).decode("utf-8-sig")), dict)
+                return isinstance(json.loads(decompressed(file).readline(2**20).decode("utf-8-sig")), dict)
     return False
 
 
@@ -100,8 +92,8 @@ def file_name(name: str) -> str:
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 """First bytes of the formats. No text in UTF-8 begins with them."""
 
-CHUNK, HEAD_BYTES, MAX_FIRST_LINE = 2**16, 4096, 2**20
-"""Bytes that are read at once, and those that tell what a file is; the longest line that tells it."""
+CHUNK, HEAD_BYTES = 2**16, 4096
+"""Bytes that are read at once, and those that tell what a file is."""
 
 READ_ERRORS = (OSError, EOFError, ValueError, zlib.error)
 """Errors of reading a damaged file."""

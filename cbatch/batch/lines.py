@@ -81,28 +81,31 @@ class Line:
         return Line, (*own, self.carried)
 
 
-class EmptyColumns:
-    """Counts the rows in which a column that the prompt uses is empty, and keeps the first indices."""
+class PromptFigures:
+    """Counts rows in which a column that the prompt uses is empty, and prompts that were cut."""
 
     def __init__(self) -> None:
-        self.rows = 0
-        self.first: list[int] = []
+        self.empty = self.cut = self.dropped_tokens = 0
+        self._first: list[int] = []
 
-    def note(self, line: Line) -> None:
+    def add(self, line: Line, dropped_tokens: int) -> None:
+        self.cut += dropped_tokens > 0
+        self.dropped_tokens += dropped_tokens
         if line.has_empty_column:
-            self.rows += 1
-            self.first = sorted([*self.first, line.index])[:5]
+            self.empty += 1
+            self._first = sorted([*self._first, line.index])[:5]
 
     def as_dict(self) -> dict[str, object]:
         """As --check and --stats show it."""
-        return {"empty_columns": self.rows, "first_empty_columns": self.first}
+        columns = {"empty_columns": self.empty, "first_empty_columns": self._first}
+        return columns | {"cut_prompts": self.cut, "dropped_prompt_tokens": self.dropped_tokens}
 
     def sentence(self, unit: str) -> str:
-        """For people, who count from 1; empty if there are no such rows."""
-        numbers = ", ".join(f"{index + 1:,}" for index in self.first) + (" …" if self.rows > len(self.first) else "")
-        have = f"{format_count(self.rows, 'row')} {word_for(self.rows, 'has', 'have')}"
-        where = f"{word_for(self.rows, unit, f'{unit}s')} {numbers}"
-        return f"{have} nothing in a column that the prompt uses: {where}" if self.rows else ""
+        """Where columns are empty, for people, who count from 1; empty if there are no such rows."""
+        where = ", ".join(f"{index + 1:,}" for index in self._first) + (" …" if self.empty > len(self._first) else "")
+        have = f"{format_count(self.empty, 'row')} {word_for(self.empty, 'has', 'have')} nothing"
+        what = f"{have} in a column that the prompt uses: {word_for(self.empty, unit, f'{unit}s')} {where}"
+        return what if self.empty else ""
 
 
 class LineSpool(Iterator[Line]):
@@ -122,8 +125,7 @@ class LineSpool(Iterator[Line]):
                 index, data, digest, error, is_empty = marshal.load(self._kept)
             except EOFError:
                 return next(self._lines)
-            reason = RequestError(*error) if error is not None else None
-            return Line(index, data, digest, reason, has_empty_column=is_empty)
+            return Line(index, data, digest, error and RequestError(*error), has_empty_column=is_empty)
         line = next(self._lines)
         error = (line.error.code, str(line.error)) if line.error is not None else None
         marshal.dump((line.index, line.data, line.digest, error, line.has_empty_column), self._kept)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import date, time
+from itertools import dropwhile
 from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any
@@ -29,29 +30,20 @@ ROW = "row"
 _TESTED = {"default", "d", "defined", "undefined"}
 """Filters and tests that take a column which may be missing."""
 
-_JINJA = (".jinja", ".jinja2", ".j2")
-"""Endings of files with a Jinja template."""
-
 
 def read_template(given: str, *, may_be_constant: bool = False) -> ColumnTemplate:
-    """The template that a command line names: a text, or `@FILE`; `@@` begins a text with `@`.
-
-    may_be_constant: whether all rows may get the same prompt
-
-    Raises ConfigError if it cannot be read, or is probably not what was meant.
-    """
+    """The template that a command line names: a text, or `@FILE`; `@@` begins a text with `@`. Raises ConfigError."""
+    is_jinja = given.endswith(JinjaTemplate.ENDINGS)
     if given.startswith("@") and not given.startswith("@@"):
         path = Path(given[1:]).expanduser()
-        template = JinjaTemplate(path) if path.name.endswith(_JINJA) else PromptTemplate(_file_text(path))
-    elif given.endswith(_JINJA) or os.path.isfile(given):  # noqa: PTH113 (Path.is_file raises for a long text)
+        template = JinjaTemplate(path) if is_jinja else PromptTemplate(_file_text(path))
+    elif is_jinja or os.path.isfile(given):  # noqa: PTH113 (Path.is_file raises for a long text)
         raise ConfigError(f"The template is the name of a file; @ in front of it reads that: --template @{given}")
     else:
         template = PromptTemplate(given.removeprefix("@"))
-    if template.is_constant and not may_be_constant:
-        raise ConfigError(
-            "The template uses no column, so every row would get the same prompt. Put the name of a column in single "
-            "braces, such as {text}; --constant-template takes it as it is."
-        )
+    if template.constant_behind is None and not may_be_constant:
+        problem = "The template uses no column, so all rows would get the same prompt; --constant-template allows that."
+        raise ConfigError(f"{problem} Columns stand in single braces, such as {{text}}.")
     return template
 
 
@@ -69,8 +61,7 @@ class PromptTemplate:
     Only plain names: a template reaches no attribute, item or method of a value. Raises ConfigError for anything else.
 
     names: the columns without which no prompt can be made
-    is_constant: whether it uses no column
-    constant_behind: characters of its own text behind the first column
+    constant_behind: characters of its own text behind the first column; None if it uses none
     """
 
     def __init__(self, text: str) -> None:
@@ -87,9 +78,8 @@ class PromptTemplate:
                 )
         self._parts = [(literal, name) for literal, name, _, _ in parts]
         self.names = list(dict.fromkeys(name for _, name in self._parts if name is not None))
-        self.is_constant = not self.names
-        first = next((number for number, (_, name) in enumerate(self._parts) if name is not None), len(self._parts))
-        self.constant_behind = sum(len(literal) for literal, _ in self._parts[first + 1 :])
+        behind = list(dropwhile(lambda part: part[1] is None, self._parts))[1:]
+        self.constant_behind = sum(len(literal) for literal, _ in behind) if self.names else None
 
     def render(self, columns: Mapping[str, object]) -> str:
         """The prompt for a row. Raises RequestError (`template_error`) if a column is missing or null."""
@@ -104,12 +94,14 @@ def _value(columns: Mapping[str, object], name: str) -> str:
 
 
 class JinjaTemplate:
-    """A Jinja template whose variables are the columns of a row.
+    """A Jinja template whose variables are the columns of a row. Names of files with one have one of the ENDINGS.
 
     names: the columns without which it is likely that no prompt can be made: what it nowhere tests to be there
-    is_constant: whether it uses nothing of a row
-    constant_behind: characters of its own text behind the first column, without what stands in loops and conditions
+    constant_behind: characters of its own text behind the first column, without what stands in loops and conditions;
+                     None if it uses nothing of a row
     """
+
+    ENDINGS = (".jinja", ".jinja2", ".j2")
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if the file cannot be read or holds no valid template."""
@@ -124,9 +116,7 @@ class JinjaTemplate:
         except TemplateError as error:
             line = f", line {number}" if (number := getattr(error, "lineno", None)) else ""
             raise ConfigError(f"The template {path}{line} cannot be read: {error}.") from error
-        self.constant_behind = _constant_behind(environment.parse(text))
-        used, tested = _used(environment, text)
-        self.names, self.is_constant = sorted(used - tested - {ROW}), not used
+        self.names, self.constant_behind = _describe(environment, text)
 
     def render(self, columns: Mapping[str, object]) -> str:
         """The prompt for a row. Raises RequestError (`template_error`) if the template does."""
@@ -147,18 +137,8 @@ def _printed(value: Any) -> Any:
     return value
 
 
-def _constant_behind(tree: Any) -> int:
-    from jinja2 import nodes
-
-    parts = [part for node in tree.body for part in (node.nodes if isinstance(node, nodes.Output) else [node])]
-    uses = (any(name.ctx == "load" for name in part.find_all(nodes.Name)) for part in parts)
-    first = next((number for number, does in enumerate(uses) if does or isinstance(parts[number], nodes.Name)), None)
-    rest = parts[first:] if first is not None else []
-    return sum(len(part.data) for part in rest if isinstance(part, nodes.TemplateData))
-
-
-def _used(environment: ImmutableSandboxedEnvironment, text: str) -> tuple[set[str], set[str]]:
-    """The columns that a template uses, and those that it tests to be there."""
+def _describe(environment: ImmutableSandboxedEnvironment, text: str) -> tuple[list[str], int | None]:
+    """`names` and `constant_behind` of a template."""
     from jinja2 import nodes
     from jinja2.meta import find_undeclared_variables
 
@@ -168,7 +148,12 @@ def _used(environment: ImmutableSandboxedEnvironment, text: str) -> tuple[set[st
         for node in tree.find_all((nodes.Test, nodes.Filter))
         if node.name in _TESTED and isinstance(node.node, nodes.Name)
     }
-    return find_undeclared_variables(tree) - environment.globals.keys(), tested
+    used = find_undeclared_variables(tree) - environment.globals.keys()
+    parts = [part for node in tree.body for part in (node.nodes if isinstance(node, nodes.Output) else [node])]
+    while parts and all(name.ctx != "load" for name in nodes.Template([parts[0]]).find_all(nodes.Name)):
+        del parts[0]
+    behind = sum(len(part.data) for part in parts if isinstance(part, nodes.TemplateData))
+    return sorted(used - tested - {ROW}), behind if used else None
 
 
 RowTemplate = ColumnTemplate | Callable[[Any], object]

@@ -202,12 +202,9 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         )
         return InputProcessor(model, defaults or RequestDefaults())
 
-    def output_processor(self, request: Request, taken_at: float | None = None) -> OutputProcessor:
-        """Makes a request's completion of its events.
-
-        taken_at: when the request was taken (`time.monotonic`); now, by default
-        """
-        return OutputProcessor(request, self.tokenizer, self.loaded.eos_ids, taken_at)
+    def output_processor(self, request: Request) -> OutputProcessor:
+        """Makes a request's completion of its events."""
+        return OutputProcessor(request, self.tokenizer, self.loaded.eos_ids)
 
     def encode(
         self,

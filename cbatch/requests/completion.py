@@ -171,8 +171,7 @@ class Completion(Mapping[str, Any]):
     continued_tokens: tokens of an earlier run, with which its outputs went on
     has_text:        False if the model has no tokenizer
     has_form:        whether its outputs were to have a form, such as a schema; not known of `from_row`
-    request_columns: fields of its row that say something about the request (see `requests/columns.py`), such as
-                     `dropped_prompt_tokens` if it was cut
+    request_columns: fields of its row that say something about the request (see `requests/columns.py`)
     """
 
     def __init__(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any, cast
+from typing import Any
 
 from cbatch.base.chat_template_options import TemplateOptions, effort_variables
 from cbatch.base.errors import RequestError, as_error, invalid_row
@@ -19,7 +19,7 @@ from cbatch.requests.row_keys import KeyMaker, canonical_params
 from cbatch.sample.structured.grammar import CompiledGrammar
 from cbatch.schedule.limits import SequenceLimits
 from cbatch.text.tokenizer import ChatTokenizer
-from cbatch.text.truncation import Side, cut_ids, fit_text
+from cbatch.text.truncation import cut_ids, fit_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,19 +176,26 @@ class InputProcessor:
         limit = min(context - min(answer, context // 2), int(most or context))
         if 0 < len(ids) <= limit:
             return ids
-        if request.text is None and request.messages is None:
+        if tokenizer is None or (request.text is None and request.messages is None):
             request.dropped_tokens = len(ids) - limit
-            return cut_ids(ids, limit, cast(Side, side))
-        assert tokenizer is not None
-        text, ids_with = _longest_text(request, tokenizer, context)
+            return cut_ids(ids, limit, side)
+        messages = list(request.messages or ())
+        ours = [number for number, message in enumerate(messages) if message["role"] == "user"]
+        longest = max(ours, key=lambda number: len(messages[number]["content"]), default=None)
+
+        def ids_with(text: str) -> Sequence[int]:
+            if longest is not None:
+                messages[longest] = {**messages[longest], "content": text}
+            changed = replace(request, text=text) if request.messages is None else replace(request, messages=messages)
+            return encoded_ids(changed, tokenizer, 2 * context)  # so long may be the first text and what surrounds it
+
+        text = messages[longest]["content"] if longest is not None else request.text or ""
         starts, count = tokenizer.token_starts, lambda shown: len(ids_with(shown))
         try:
-            text, request.dropped_tokens = fit_text(text, limit, cast(Side, side), starts=starts, count=count)
+            text, request.dropped_tokens = fit_text(text, limit, side, starts=starts, count=count)
         except RequestError as error:
-            if error.code != "prompt_too_long":
-                raise
-            reason = f"The prompt cannot be cut to {limit:,} tokens: the rest has more without its longest message."
-            raise RequestError("prompt_too_long", reason) from error
+            reason = f"The prompt cannot be cut to {limit:,} tokens: it has more around its longest user message."
+            raise RequestError(error.code, reason if error.code == "prompt_too_long" else str(error)) from error
         return ids_with(text)
 
     def _effort_fields(self, params: SamplingParams, has_template: bool) -> dict[str, Any]:
@@ -244,28 +251,6 @@ def encoded_ids(request: Request, tokenizer: ChatTokenizer | None, context: int 
     return tokenizer.encode_chat(
         request.messages, tools=tools, template=template, answer=request.answer, context=context
     )
-
-
-def _longest_text(
-    request: Request, tokenizer: ChatTokenizer, context: int
-) -> tuple[str, Callable[[str], Sequence[int]]]:
-    """The text of a prompt that may be cut, and what gives the ids of the prompt with another text in its place.
-
-    It is the longest message of the user, or a raw prompt. Raises RequestError if no message is the user's.
-    """
-    context *= 2  # the first text that is tried may be as long as the context, and so may what surrounds it
-    if (messages := request.messages) is None:
-        return request.text or "", lambda text: encoded_ids(replace(request, text=text), tokenizer, context)
-    ours = [number for number, message in enumerate(messages) if message["role"] == "user"]
-    if not ours:
-        raise RequestError("prompt_too_long", "The prompt is too long, and has no user message that could be cut.")
-    longest = max(ours, key=lambda number: len(messages[number]["content"]))
-
-    def ids_with(text: str) -> Sequence[int]:
-        changed = [*messages[:longest], {**messages[longest], "content": text}, *messages[longest + 1 :]]
-        return encoded_ids(replace(request, messages=changed), tokenizer, context)
-
-    return messages[longest]["content"], ids_with
 
 
 @contextmanager

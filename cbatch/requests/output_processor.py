@@ -111,17 +111,10 @@ class OutputProcessor:
     reads the result: call `read` for each event, `completion` at the end, or both.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        tokenizer: ChatTokenizer | None,
-        eos_ids: frozenset[int],
-        taken_at: float | None = None,
-    ) -> None:
+    def __init__(self, request: Request, tokenizer: ChatTokenizer | None, eos_ids: frozenset[int]) -> None:
         """
         tokenizer: None for a model that has none; such a request gets token ids only
         eos_ids:   the model's own end tokens
-        taken_at:  when the request was taken (`time.monotonic`); now, by default
         """
         self.request = request
         self._tokenizer = tokenizer
@@ -132,7 +125,7 @@ class OutputProcessor:
         self._cached_tokens = 0
         self._num_known = 0
         self._num_unfinished = self._num_unread = request.params.n
-        self._taken_at = time.monotonic() if taken_at is None else taken_at
+        self._taken_at = time.monotonic()
         self._first_token_at: float | None = None
         self._finished_at: float | None = None
 

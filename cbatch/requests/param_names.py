@@ -228,13 +228,6 @@ def _variable(name: str, value: Any) -> dict[str, Any]:
     return {"chat_template_kwargs": {"enable_thinking": value}}
 
 
-def _last_tokens(name: str, value: Any) -> dict[str, Any]:
-    """vLLM: the number of tokens at the end of the prompt that are kept; -1: as many as fit."""
-    if type(value) is not int or (value < 1 and value != -1):
-        raise invalid_row(f"{name} must be a whole number of at least 1, or -1")
-    return {"truncate_prompt": "left" if value == -1 else f"left:{value}"}
-
-
 def _effort(name: str, value: Any) -> dict[str, Any]:
     if value not in EFFORTS:
         raise invalid_row(f"{name} must be one of {', '.join(EFFORTS)}")
@@ -273,7 +266,7 @@ READERS: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     "enable_thinking": _variable,
     "reasoning_effort": _effort,
     "thinking": _thinking,
-    "truncate_prompt_tokens": _last_tokens,
+    "truncate_prompt_tokens": lambda name, value: {"truncate_prompt": "left" if value == -1 else f"left:{value}"},
     "thinking_token_budget": lambda name, value: {"thinking_budget": None if value == -1 else value},
     "reasoning": _reasoning,
     "extra_body": partial(_object_of, (*PARAM_NAMES, *TEMPLATE_FIELDS)),

@@ -39,9 +39,6 @@ NUM_OPENING_TOKENS = 12
 CHARACTERS_PER_TOKEN, SPARE_CHARACTERS, SPARE_TOKENS = 6, 4096, 256
 """How much of a text is encoded first: enough that ordinary text has more tokens than the context."""
 
-PIECE_CHARACTERS = 2**16
-"""Most characters that are encoded at once if only the places of their tokens are needed."""
-
 
 class ChatTokenizer:
     """A model's tokenizer and chat template; `templates` is a dictionary by name if the model has several.
@@ -127,19 +124,19 @@ class ChatTokenizer:
         ids, bos = self._encode(text, context).ids, self._tokenizer.bos_id
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
-    def token_starts(self, text: str) -> Sequence[int]:
-        """The character at which each token of a text begins. It is encoded in pieces, since an encoding is large."""
+    def token_starts(self, text: str, most: int = 2**16) -> Sequence[int]:
+        """The character at which each token of a text begins.  most: characters at once, since an encoding is large"""
         starts, begin = array("q"), 0
         longest = len(self._special[0]) if self._special else 0
         while begin < len(text):
-            end = min(begin + PIECE_CHARACTERS, len(text))
+            end = min(begin + most, len(text))
             if end < len(text):
                 space = max(text.rfind(" ", begin + 1, end), text.rfind("\n", begin + 1, end))
                 end = space if space > 0 else end
                 specials = self._special_pattern.finditer(text, max(end - longest, begin + 1), end + longest)
                 end = next((one.start() for one in specials if one.start() < end < one.end()), end)
-            encoded = self.backend.encode(text[begin:end], add_special_tokens=False)
-            starts.extend(begin + start for start, _ in encoded.offsets)
+            offsets = self.backend.encode(text[begin:end], add_special_tokens=False).offsets
+            starts.extend(begin + start for start, _ in offsets)
             begin = end
         return starts
 

@@ -25,7 +25,7 @@ def test_a_template_sees_the_columns() -> None:
     )
     template = JinjaTemplate(PATH)
     assert template.render(ROW) == "In OSLO: 1a 2b x"
-    assert template.names == ["city", "tags"] and not template.is_constant
+    assert template.names == ["city", "tags"] and template.constant_behind == len(": ")
 
 
 @pytest.mark.parametrize(

@@ -254,11 +254,11 @@ def test_usage_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs = [
         [event._replace(cached_tokens=8 - number) for event in events_of([5] * 3, number)] for number in range(2)
     ]
-    processor = OutputProcessor(request := make_request(QWEN, n=2), tokenizer_of(QWEN), frozenset([EOS]), taken_at=1.0)
+    processor = OutputProcessor(request := make_request(QWEN, n=2), tokenizer_of(QWEN), frozenset([EOS]))
     for event in [*outputs[0], *outputs[1]]:
         processor.take(event)
     completion = processor.completion()
-    assert completion.usage == Usage(len(request.prompt_ids), 6, 8) and completion.timing == Timing(1.0, 5.0, 6.0)
+    assert completion.usage == Usage(len(request.prompt_ids), 6, 8) and completion.timing == Timing(5.0, 6.0, 7.0)
 
 
 def test_a_failed_output_fails_its_request() -> None:

@@ -181,7 +181,6 @@ def test_what_is_not_available_says_so(name: str) -> None:
         ({"guided_json": SCHEMA, "response_format": {"type": "json_object"}}, "another name of it is"),
         ({"enable_thinking": True, "think": False}, "think sets enable_thinking to False, but it is True elsewhere"),
         ({"truncate_prompt_tokens": 5, "truncation_side": "right"}, "truncation_side is not available"),
-        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be a whole number of at least 1, or -1"),
         ({"enable_thinking": 1}, "enable_thinking must be true or false, not a number"),
         ({"reasoning_effort": "very"}, "reasoning_effort must be one of none"),
         ({"think": "low", "reasoning_effort": "high"}, "reasoning_effort is 'high', but another name of it is 'low'"),

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from cbatch.base.errors import RequestError
-from cbatch.text import tokenizer as tokenizer_module
 from cbatch.text.loading import of_transformers
 from cbatch.text.tokenizer import ChatTokenizer
-from cbatch.text.truncation import Side, cut_ids, fit_text
+from cbatch.text.truncation import cut_ids, fit_text
 from tests.support.model_folder import make_tokenizer
 
 TEXT = " ".join(f"w{number}" for number in range(20))
@@ -21,7 +20,7 @@ def starts(text: str) -> Sequence[int]:
     return [found.start() for found in re.finditer(r" ?\S+", text)]
 
 
-def fitted(limit: int, side: Side, text: str = TEXT, frame: int = 3) -> tuple[str, int]:
+def fitted(limit: int, side: str, text: str = TEXT, frame: int = 3) -> tuple[str, int]:
     return fit_text(text, limit, side, starts=starts, count=lambda shown: frame + len(shown.split()))
 
 
@@ -36,7 +35,7 @@ def fitted(limit: int, side: Side, text: str = TEXT, frame: int = 3) -> tuple[st
         (5, "middle", "w0\n[…]\n", 19),
     ],
 )
-def test_a_side_is_dropped(limit: int, side: Side, wanted: str, dropped: int) -> None:
+def test_a_side_is_dropped(limit: int, side: str, wanted: str, dropped: int) -> None:
     """Guards each side, the frame around the text, the mark of a gap, which takes a token, and the count."""
     assert fitted(limit, side) == (wanted, dropped)
 
@@ -54,7 +53,7 @@ def test_token_ids_are_cut_alike() -> None:
     assert [list(cut_ids(ids, 3, side)) for side in ("left", "right", "middle")] == [[3, 4, 5], [1, 2, 3], [1, 2, 5]]
 
 
-def test_long_texts_are_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_are_encoded_in_pieces() -> None:
     """Guards the places of tokens where pieces meet: none is lost, and no special token is taken apart."""
     tokenizer = ChatTokenizer(of_transformers(make_tokenizer()))
     text = "hello wörld <|im_end|><|im_start|>hello " * 3 + "<|im_end|>" * 5
@@ -62,6 +61,5 @@ def test_long_texts_are_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> No
     assert list(whole) == [start for start, _ in tokenizer.backend.encode(text, add_special_tokens=False).offsets]
     inside = {place for one in re.finditer(r"<\|.*?\|>", text) for place in range(one.start() + 1, one.end())}
     for size in range(13, 40):
-        monkeypatch.setattr(tokenizer_module, "PIECE_CHARACTERS", size)
-        found = set(tokenizer.token_starts(text))
+        found = set(tokenizer.token_starts(text, size))
         assert found >= set(whole) and found.isdisjoint(inside)

@@ -211,8 +211,7 @@ def run_work(driver: BatchDriver, work: Workload) -> MeasuredRun:
         for index, (prompt, length) in enumerate(requests)
     )
     outputs: Outputs = [[] for _ in work.prompts]
-    first: list[float] = []
-    """Seconds from the beginning to the first token of each row, as for other strategies."""
+    first: list[float] = []  # seconds since the work began, as for other strategies
 
     def take(rows: Sequence[Row]) -> None:
         stats.count(rows)

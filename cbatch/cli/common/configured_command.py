@@ -215,6 +215,7 @@ class ConfiguredCommand(click.Command):
             _use(ctx, settings)
         except ConfigFileError as error:
             problem = error
+        typed = list(args)
         try:
             rest = super().parse_args(ctx, args)
         except click.BadParameter as error:
@@ -226,6 +227,9 @@ class ConfiguredCommand(click.Command):
             raise problem or error from None
         if problem is not None and not ctx.resilient_parsing:
             raise problem
+        given = [option.name for option in self.make_parser(ctx).parse_args(typed)[2]]
+        if given.count("template") > 1 and not ctx.resilient_parsing:  # the last one would hide a mistake
+            raise click.UsageError("--template is given twice; give one of them.", ctx)
         return rest
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:

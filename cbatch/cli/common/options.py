@@ -57,23 +57,6 @@ class ModelOption(click.Option):
         return [CompletionItem(incomplete, type="dir"), *map(CompletionItem, fitting)]
 
 
-class SingleOption(click.Option):
-    """An option that is refused if it is given twice: the last one would hide a mistake."""
-
-    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
-        self.multiple = True  # the parser then keeps all of its values
-        super().add_to_parser(parser, ctx)
-        self.multiple = False
-
-    def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, Any]:
-        value, source = super().consume_value(ctx, opts)
-        if isinstance(value, list):
-            if len(value) > 1:
-                raise click.BadParameter("it is given twice; give one of them.", ctx, self)
-            (value,) = value
-        return value, source
-
-
 class NameListOption(click.Option):
     """A list of some choices, with commas between them. A shell completes the last one with those that it lacks."""
 
@@ -160,8 +143,6 @@ def click_option(one: OptionField, **changes: Any) -> click.Option:
         given |= {"multiple": True, "cls": JsonListOption}
     if one.name == "model":
         given |= {"cls": ModelOption, "envvar": ["CBATCH_MODEL"]}
-    if one.name == "template":
-        given["cls"] = SingleOption
     help = about.help
     if shown is None and "default" not in changes:
         given["show_default"] = one.default is not None and one.default is not False and not one.is_list

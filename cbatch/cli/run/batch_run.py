@@ -50,7 +50,7 @@ def run_batch(
         stats.rows_kept, stats.errors_kept = plan.rows, plan.errors
     else:
         lines = source.lines()
-    if options.may_repeat_tries and not options.quiet:
+    if options.tries > 1 and not (options.tell_error or options.param("temperature") or options.quiet):
         notice("a row at temperature 0 has one try, as another would give the same; see --temperature, --tell-error")
     details = partial(replica_lines, stats, driver) if options.verbose else no_details
     display = progress(total, RunProgress(stats, driver, stream, total).state, details)
@@ -65,24 +65,15 @@ def run_batch(
 
     try:
         with while_running(stream.interrupt), display as tick:
-            run_stream(
-                stream,
-                output,
-                plan.with_history(lines),
-                on_rows,
-                kept=plan,
-                max_errors=options.max_errors,
-                max_truncated=options.max_truncated,
-            )
+            most = {"max_errors": options.max_errors, "max_truncated": options.max_truncated}
+            run_stream(stream, output, plan.with_history(lines), on_rows, kept=plan, **most)
     finally:
         stats.detach()
         if not options.quiet and not isinstance(sys.exception(), ReaderGone):
             advice = stats.prefix_advice(source.template) if options.engine.prefix_cache else ""
-            wrong = (
-                f"{source.name} has rows that are not valid UTF-8{LATIN1_HINT}" if stats.errors["invalid_utf8"] else ""
-            )
-            empty = stats.empty_columns.sentence(row_options.unit)
-            for line in (*stats.summary(driver), wrong, empty, advice, output.note):
+            hint = f"{source.name} has rows that are not valid UTF-8{LATIN1_HINT}"
+            others = hint if stats.errors["invalid_utf8"] else "", stats.prompts.sentence(row_options.unit), advice
+            for line in (*stats.summary(driver), *others, output.note):
                 if line:
                     notice(line)
 
@@ -128,7 +119,7 @@ def _prepare_file(
 
     rows = len(journal.indices)
     with progress(rows, lambda: (compared, "compared with the input"), no_details) as tick:
-        limit = options.max_tokens if options.continue_truncated else None
+        limit = options.param("max_tokens") if options.continue_truncated else None
         how = Resuming(
             options.retry_errors,
             options.recompute_changed,

@@ -10,7 +10,7 @@ from typing import Any
 from cbatch.api import Engine
 from cbatch.base.errors import RequestError
 from cbatch.batch.line_processor import LineProcessor
-from cbatch.batch.lines import EmptyColumns, Line
+from cbatch.batch.lines import Line, PromptFigures
 from cbatch.cli.common.percentiles import OF_TIMES, percentiles
 from cbatch.cli.run.estimate import RowSample, SampledRow
 from cbatch.requests.completion import Completion
@@ -31,8 +31,7 @@ class InputCheck:
         self._engine, self._processor, self._sample = engine, processor, sample
         self.rows = 0
         self.errors: Counter[str] = Counter()
-        self.empty = EmptyColumns()
-        self._num_cut = self._num_dropped = 0
+        self._seen_prompts = PromptFigures()
         self._shown: list[dict[str, Any]] = []
         self._prompts, self._outputs, self._shared = array("q"), array("q"), array("q")
         self._seen: set[int] = set()
@@ -57,9 +56,7 @@ class InputCheck:
             "first_errors": self._shown,
             "doubled_ids": self._num_doubled,
             "first_doubled_ids": self._doubled,
-            **self.empty.as_dict(),
-            "cut_prompts": self._num_cut,
-            "dropped_prompt_tokens": self._num_dropped,
+            **self._seen_prompts.as_dict(),
             "prompt_tokens": _spread(self._prompts),
             "max_new_tokens": _spread(self._outputs),
             "shared_prefix_tokens": shared,
@@ -91,9 +88,7 @@ class InputCheck:
                 shown = {"index": request.index, "id": _short(request.id), "code": error.code, "message": str(error)}
                 self._shown.append(shown)
             return
-        self.empty.note(line)
-        self._num_cut += request.dropped_tokens > 0
-        self._num_dropped += request.dropped_tokens
+        self._seen_prompts.add(line, request.dropped_tokens)
         self._outputs.append(request.params.n * limit)
         self._prompts.append(len(request.prompt_ids))
         self._shared.append(self._count_shared(request.prompt_ids))

@@ -144,11 +144,13 @@ def _load(options: RunOptions, stats: RunStats, trace: StepTracer | None = None)
 
 def open_input(options: RunOptions) -> RowInput:
     """Opens the input, and looks at its beginning if it is a table or a file. Raises ConfigError."""
-    from cbatch.batch.forms import WHOLE, Shard, has_form_of_text, is_remote
+    from cbatch.batch.forms import WHOLE, Shard, input_form, is_remote
     from cbatch.batch.remote import fetch
     from cbatch.batch.tables.row_input import RowInput
+    from cbatch.batch.templates import read_template
 
-    template, form = options.row_template(), options.input_form
+    given, form = options.template, options.input_form
+    template = read_template(given, may_be_constant=options.constant_template) if given is not None else None
     shard = Shard.parse(options.shard) if options.shard is not None else WHOLE
     name = options.input
     if is_remote(name):
@@ -158,10 +160,9 @@ def open_input(options: RunOptions) -> RowInput:
     elif name != "-":
         with os_errors_as(ConfigError, f"Cannot read {name}"):
             stream = Path(name).open("rb")  # noqa: SIM115
-        if options.format is None and has_form_of_text(name) and not options.quiet:
-            is_text = form == "text"
-            what = "text, one prompt a line" if is_text else "JSON Lines, as its first line is a JSON object"
-            notice(f"{name} is read as {what} (--format {'jsonl' if is_text else 'text'} reads it otherwise)")
+        if options.format is None and input_form(name) == "text" and not options.quiet:
+            what = "text, one prompt a line" if form == "text" else "JSON Lines, as its first line is a JSON object"
+            notice(f"{name} is read as {what}; --format says otherwise")
     elif sys.stdin is None:
         raise ConfigError("There is no input: stdin is closed.")
     else:

@@ -9,7 +9,7 @@ from datetime import date as Day
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from cbatch.base.chat_template_options import FIXED_DATE, TemplateOptions
 from cbatch.base.config import EngineConfig
@@ -24,6 +24,7 @@ from cbatch.batch.forms import (
     TABLES,
     InputForm,
     OutputForm,
+    begins_with_object,
     input_form,
     output_form,
     unit_of,
@@ -36,9 +37,6 @@ from cbatch.requests.columns import COLUMNS
 from cbatch.requests.param_names import own_params
 from cbatch.tools.tool import MAX_TOOL_ROUNDS, load_tools
 from cbatch.validation.validation import CHECK_TIMEOUT_S, Validation
-
-if TYPE_CHECKING:
-    from cbatch.batch.templates import ColumnTemplate
 
 STREAMED = (None, "jsonl", "csv", "tsv")
 """Forms of outputs that are no files."""
@@ -154,8 +152,9 @@ class RunOptions:
 
     @property
     def input_form(self) -> InputForm:
-        """The form by --format or, without it, by the ending of the input's name."""
-        return self.format or input_form(self.input)
+        """The form by --format or, without it, by the ending of the input's name, and of `.txt` by the first line."""
+        form = input_form(self.input)
+        return self.format or ("jsonl" if form == "text" and begins_with_object(Path(self.input)) else form)
 
     @property
     def output_form(self) -> OutputForm:
@@ -169,14 +168,6 @@ class RunOptions:
         schema = json.loads(form.source) if form is not None and form.kind == "json_schema" else None
         names = list(schema.get("properties", ())) if isinstance(schema, dict) else []
         return names if self.expand or (self.expand is None and names) else None
-
-    def row_template(self) -> ColumnTemplate | None:
-        """The template of the prompts. Raises ConfigError if it cannot be read."""
-        if self.template is None:
-            return None
-        from cbatch.batch.templates import read_template
-
-        return read_template(self.template, may_be_constant=self.constant_template)
 
     def check_usage(self) -> None:
         """Raises ConfigError for options that would make every row an error row."""
@@ -195,13 +186,11 @@ class RunOptions:
         for name in ("retry_errors", "recompute_changed", "continue_truncated"):
             if getattr(self, name) and not self.resume:
                 raise ConfigError(f"--{name.replace('_', '-')} needs --resume.")
-        if self.constant_template and self.template is None:
-            raise ConfigError("--constant-template needs --template.")
         if self.resume and self.overwrite:
             raise ConfigError("--resume keeps the rows of the output file, --overwrite drops them; give one of them.")
-        if self.continue_truncated and self.max_tokens is None:
+        if self.continue_truncated and self.param("max_tokens") is None:
             raise ConfigError("--continue-truncated needs --max-tokens, the limit up to which answers are to go on.")
-        if self.continue_truncated and "truncate_prompt" in own_params(self.sampling.params)[0]:
+        if self.continue_truncated and self.param("truncate_prompt") is not None:
             raise ConfigError("--continue-truncated does not go with --truncate-prompt: another limit cuts otherwise.")
         if self.journal_tokens and self.replicas.are_given:
             raise ConfigError("--journal-tokens is for one engine; it does not go with --replicas and --ray.")
@@ -218,19 +207,12 @@ class RunOptions:
             self.validate, tries=self.tries, tells_error=self.tell_error, timeout_s=self.validate_timeout
         )
 
-    @property
-    def may_repeat_tries(self) -> bool:
-        """Whether another try gives the same answer, unless the model or the row says a temperature."""
-        return self.tries > 1 and not self.tell_error and not own_params(self.sampling.params)[0].get("temperature")
-
     def _cache(self) -> CacheConfig | None:
         return CacheConfig(self.cache, self.cache_size) if self.cache is not None else None
 
-    @property
-    def max_tokens(self) -> int | None:
-        """The limit by --max-tokens, under whatever name; None if there is none."""
-        limit: int | None = own_params(self.sampling.params)[0].get("max_tokens")
-        return limit
+    def param(self, name: str) -> Any:
+        """The value of a sampling parameter of all rows, under whatever name it was given; None if it was not."""
+        return own_params(self.sampling.params)[0].get(name)
 
     def token_journal(self, path: Path) -> TokenJournalConfig | None:
         """Where tokens of unfinished answers are written, and taken from when a run is resumed."""

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from cbatch.base.units import format_count, rounded_s, word_for
 from cbatch.batch.driver import PROMPT_TOKENS_PER_OUTPUT_TOKEN
-from cbatch.batch.lines import EmptyColumns
+from cbatch.batch.lines import PromptFigures
 from cbatch.batch.row import Row
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.percentiles import percentiles
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from cbatch.batch.driver import BatchDriver, ReplicaStatus, RowStream, WorkAhead
     from cbatch.batch.templates import ColumnTemplate
 
-
-LONG_CONSTANT, LOW_SHARE = 200, 0.1
-"""Characters of constant text, and the share of cached tokens, from which and up to which the order may be changed."""
 
 NUMBERS_OF_NOW = {"num_running", "num_waiting", "num_snapshots"}
 """Fields of `EngineStats` that are no totals."""
@@ -65,10 +62,8 @@ class RunStats:
     tries:                  of all rows that were validated, `rows_validated`
     truncated, incomplete_forms, empty: see `RowOutcome`; `unfinished`: rows that are cut off or empty
     rows_from_cache:        rows of which nothing was computed; `reused_tokens`: output tokens from the cache
-    invalid_cut:            rows without a good answer that were cut off
-    not_retried:            rows without a good answer that had one try, since another would give the same
-    cut_prompts:            rows whose prompt was cut, by `dropped_tokens` in all
-    empty_columns:          rows in which a column that the prompt uses is empty
+    invalid_cut, not_retried: rows without a good answer: those cut off; with one try, as another would give the same
+    prompts:                those that were cut, or use an empty column
     load_s:                 seconds that loading the model took
     """
 
@@ -81,11 +76,9 @@ class RunStats:
         self.rows = self.rows_kept = self.errors_kept = 0
         self.errors: Counter[str] = Counter()
         self.prompt_tokens = self.cached_tokens = self.finished_tokens = self.reused_tokens = self.reasoning_tokens = 0
-        self.truncated = self.incomplete_forms = self.empty = self.unfinished = 0
+        self.truncated = self.incomplete_forms = self.empty = self.unfinished = self.invalid_cut = self.not_retried = 0
         self.tries = self.rows_validated = self.rows_from_cache = self.rows_continued = 0
-        self.empty_columns = EmptyColumns()
-        self.cut_prompts = self.dropped_tokens = self.invalid_cut = self.not_retried = 0
-        self.load_s = 0.0
+        self.load_s, self.prompts = 0.0, PromptFigures()
         self._ended: float | None = None
         self._ttft = array("f")
         self._tpot = array("f")
@@ -131,7 +124,7 @@ class RunStats:
         for row in rows:
             outcome = row.outcome
             self.rows += 1
-            self.empty_columns.note(row.line)
+            self.prompts.add(row.line, outcome.dropped_tokens)
             self._ended = max(self._ended or row.finished_at, row.finished_at)
             if outcome.error_code is not None:
                 self.errors[outcome.error_code] += 1
@@ -141,8 +134,6 @@ class RunStats:
             self.unfinished += outcome.truncated or outcome.empty
             self.invalid_cut += outcome.invalid_cut
             self.not_retried += outcome.is_last_try
-            self.cut_prompts += outcome.dropped_tokens > 0
-            self.dropped_tokens += outcome.dropped_tokens
             self.tries += outcome.tries
             self.rows_validated += outcome.tries > 0
             self.rows_from_cache += outcome.from_cache
@@ -198,9 +189,7 @@ class RunStats:
             "truncated": self.truncated,
             "incomplete_forms": self.incomplete_forms,
             "empty": self.empty,
-            **self.empty_columns.as_dict(),
-            "cut_prompts": self.cut_prompts,
-            "dropped_prompt_tokens": self.dropped_tokens,
+            **self.prompts.as_dict(),
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "prefix_hit_rate": round(self.cached_tokens / max(self.prompt_tokens, 1), 4),
@@ -245,8 +234,8 @@ class RunStats:
         if more := self.tries - self.rows_validated:
             kept += f", {more:,} further {word_for(more, 'try', 'tries')}"
         cached = f" ({self.cached_tokens:,} cached)" if self.cached_tokens else ""
-        if self.cut_prompts:
-            cached += f", {self.dropped_tokens:,} dropped from {format_count(self.cut_prompts, 'prompt')}"
+        if self.prompts.cut:
+            cached += f", {self.prompts.dropped_tokens:,} dropped from {format_count(self.prompts.cut, 'prompt')}"
         waited_s = self._stream.waited_for_consumer_s if self._stream is not None else 0.0
         retried = f", {engines.num_retries:,} retried ({engines.last_error})" if engines.num_retries else ""
         lines = [
@@ -268,8 +257,8 @@ class RunStats:
     def prefix_advice(self, template: ColumnTemplate | None) -> str:
         """What to do if prompts share little, although their template has much constant text; else empty."""
         share = self.cached_tokens / max(self.prompt_tokens, 1)
-        behind = template.constant_behind if template is not None else 0
-        if behind < LONG_CONSTANT or share >= LOW_SHARE or self.rows - self.rows_from_cache < 2:
+        behind = (template.constant_behind if template is not None else 0) or 0
+        if behind < 200 or share >= 0.1 or self.rows - self.rows_from_cache < 2:  # else it would gain little
             return ""
         return (
             f"only {share:.0%} of the prompt tokens were cached: {behind:,} characters that all prompts have stand "
