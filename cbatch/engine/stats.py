@@ -19,8 +19,9 @@ class EngineStats:
     cache_used:               their share of all blocks, 0 to 1
     num_steps:                steps whose tokens are known
     num_preemptions:          requests that lost their blocks and were computed again
-    num_prompt_tokens:        tokens of the prompts that were computed
+    num_prompt_tokens:        tokens of the prompts that were computed whole
     num_cached_tokens:        those of them that were in the KV cache already
+    num_prefilled_tokens:     tokens of prompts that were computed, also of those that are not whole yet
     held_back:                steps that left requests waiting, by what was short: `slots`, `cache`, `budget` (tokens
                               of a step) or `target` (the time of a step)
     num_snapshots:            recurrent states that requests with the same beginning can go on from
@@ -53,6 +54,7 @@ class EngineStats:
     num_snapshots: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_prefilled_tokens: int = 0
 
 
 def total_stats(engines: Iterable[EngineStats], ended: Iterable[EngineStats] = ()) -> EngineStats:

@@ -179,6 +179,7 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
             num_preemptions=scheduler.num_preemptions,
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_cached_tokens=scheduler.num_cached_tokens,
+            num_prefilled_tokens=scheduler.num_prefilled_tokens,
             held_back=dict(scheduler.held_back),
             num_snapshots=scheduler.states.slots.num_snapshots if scheduler.states.slots is not None else 0,
             num_drafted_tokens=scheduler.drafts.num_drafted,

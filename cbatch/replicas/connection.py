@@ -97,9 +97,11 @@ class ReplicaLauncher(ABC):
     """Starts replicas, whose numbers go from 0 on.
 
     num_replicas: how many there are to be
+    least_load_s: how long each may load its model at least, however soon the first one was ready
     """
 
     num_replicas: int
+    least_load_s = 60.0
 
     def name(self, number: int) -> str:
         """The replica's name for people, such as `replica 2`."""

@@ -68,6 +68,8 @@ class ReplicaActor:
 class RayLauncher(ReplicaLauncher):
     """Starts replicas as actors of a cluster, wherever it has the resources for one."""
 
+    least_load_s = 3600.0  # it may wait for a place, and its machine may have to download the model
+
     def __init__(
         self,
         address: str,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -20,7 +21,10 @@ from cbatch.isolate.worker import WorkerDied
 from cbatch.replicas.connection import ReplicaConnection, ReplicaInfo, ReplicaLauncher, Reply
 
 START_TIMEOUT_S = 3600.0
-"""How long a replica may load its model, which it may have to download first."""
+"""How long the first replica may load its model, which it may have to download."""
+
+LOAD_FACTOR = 5.0
+"""How many times as long as the first one another replica may load, or one that is started again."""
 
 IDLE_SECONDS = 1.0
 """How often a replica with nothing to do is asked whether it still lives."""
@@ -51,6 +55,7 @@ class SharedState:
 
     job:        what the replicas work on
     info:       what the first replica that was ready said of itself
+    load_s:     seconds from its start to that
     failure:    why no replica will serve any more
     is_closing: whether all replicas are to end
     num_alive:  replicas that have not been given up
@@ -59,6 +64,7 @@ class SharedState:
     num_alive: int
     job: Job | None = None
     info: ReplicaInfo | None = None
+    load_s: float | None = None
     failure: CbatchError | None = None
     is_closing: bool = False
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -219,9 +225,9 @@ class Supervisor:
             self._connection = self._launcher.start(self._number, self._config)
             if shared.is_closing:  # `kill` may have come before there was a connection
                 return ""
-            info: ReplicaInfo = self._connection.call("info", timeout_s=START_TIMEOUT_S)
+            info, load_s = self._load(self._connection)
             with shared.changed:
-                shared.info = first = shared.info or info
+                shared.info, shared.load_s = first, _ = shared.info or info, shared.load_s or load_s
                 shared.changed.notify_all()
             if difference := _difference(info, first):
                 self._give_up(difference)
@@ -243,6 +249,40 @@ class Supervisor:
             return problem
         finally:
             self._end_life()
+
+    def _load(self, connection: ReplicaConnection) -> tuple[ReplicaInfo, float]:
+        """What a replica says of itself once it has loaded its model, and the seconds that it took.
+
+        Raises as `connection.call` does, and WorkerDied if it takes too long.
+        """
+        shared, began = self._shared, time.monotonic()
+        has_ended = is_late = False
+
+        def watch() -> None:
+            nonlocal is_late
+            with shared.changed:
+                while not has_ended and (left := began + self._load_limit_s() - time.monotonic()) > 0:
+                    shared.changed.wait(left)
+                is_late = not has_ended
+            if is_late:
+                connection.kill()
+
+        threading.Thread(target=watch, name=f"cbatch-loading-{self._number + 1}", daemon=True).start()
+        try:
+            return connection.call("info", timeout_s=math.inf), time.monotonic() - began
+        except WorkerDied:
+            if not is_late:
+                raise
+            first = f", and the first one was ready after {shared.load_s:.1f} s" if shared.load_s is not None else ""
+            raise WorkerDied(f"it still loaded its model after {self._load_limit_s():,.0f} s{first}") from None
+        finally:
+            with shared.changed:
+                has_ended = True
+                shared.changed.notify_all()
+
+    def _load_limit_s(self) -> float:
+        first_s = self._shared.load_s
+        return START_TIMEOUT_S if first_s is None else max(LOAD_FACTOR * first_s, self._launcher.least_load_s)
 
     def _serve(self, life: Life) -> None:
         self._state = "running"

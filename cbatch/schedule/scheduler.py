@@ -82,6 +82,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
+        self.num_prefilled_tokens = 0
         """Tokens of the prompts that were computed, and how many of them were cached already."""
         self.held_back: Counter[str] = Counter(slots=0, cache=0, budget=0, target=0)
         """Steps that left requests waiting, by what was short; `target` is the time of a step."""
@@ -214,6 +215,9 @@ class Scheduler:
         for chunk, scores in zip(scheduled.to_score, result.scores, strict=True):
             known = chunk.sequence.scored
             known += scores[len(known) - chunk.to_score.start :]
+        for chunk in scheduled.chunks:
+            if chunk.start < (num_prompt := chunk.sequence.num_prompt):
+                self.num_prefilled_tokens += min(chunk.stop, num_prompt) - chunk.start
         events, samples = [], iter(result.samples)
         for chunk in scheduled.to_sample:
             own = list(islice(samples, 1 + len(chunk.draft)))

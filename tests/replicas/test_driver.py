@@ -426,3 +426,21 @@ def test_an_idle_replica_that_dies_is_started_again(monkeypatch: pytest.MonkeyPa
 
     with open_driver(FakeLauncher(1, dies=dies)) as driver:
         wait_until(lambda: driver.each()[0].deaths == 1 and driver.each()[0].state == "running")
+
+
+def test_a_replica_that_hangs_while_it_loads_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a run that would work with half of its replicas for an hour."""
+    monkeypatch.setattr(FakeLauncher, "least_load_s", 0.2)
+
+    def info(number: int, life: int) -> ReplicaInfo:
+        if (number, life) == (1, 1):
+            hanging = next(one for one in launcher.connections if one.number == 1)
+            assert hanging.killed.wait(20)
+            raise WorkerDied("killed")
+        return INFO
+
+    launcher = FakeLauncher(2, info=info)
+    with open_driver(launcher) as driver:
+        wait_until(lambda: driver.each()[1].state == "running")
+        assert driver.each()[1].problem.startswith("died: it still loaded its model after ")
+        assert "the first one was ready after" in driver.each()[1].problem and not driver.each()[0].deaths

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
+from typing import Any, Protocol
 
 from cbatch.base.errors import ConfigError, ReaderGone
 from cbatch.base.units import format_count, word_for
@@ -25,6 +25,13 @@ from cbatch.requests.row_keys import explain_difference
 ShowProgress = Callable[[int | None, ProgressState, Details], AbstractContextManager[Callable[[], None]]]
 """Opens a display of progress, with the number of rows if it is known; see `show_progress`."""
 
+
+class Show(Protocol):
+    """Shows the figures of a run, if it is time to."""
+
+    def __call__(self, figures: Callable[[], dict[str, Any]], *, is_last: bool = False) -> None: ...
+
+
 WhileRunning = Callable[[Callable[[int], None]], AbstractContextManager[object]]
 """A context for the time in which a run may be interrupted. Gets what interrupts it, by a number of a signal."""
 
@@ -38,8 +45,14 @@ def run_batch(
     *,
     progress: ShowProgress,
     while_running: WhileRunning,
+    show: Show | None = None,
+    in_lines: bool = False,
 ) -> None:
-    """Runs every row of `source`, and prints a summary on stderr. Raises as `run_stream` does."""
+    """Runs every row of `source`, and prints a summary on stderr. Raises as `run_stream` does.
+
+    show:     gets often what gives the figures of the run
+    in_lines: whether `progress` has a terminal for several lines
+    """
     total = None if options.quiet else source.count()
     row_options = _row_options(options, output, driver)
     stream = driver.open(row_options, window=options.window)  # raises before the output changes
@@ -52,11 +65,16 @@ def run_batch(
         lines = source.lines()
     if options.tries > 1 and not (options.tell_error or options.param("temperature") or options.quiet):
         notice("a row at temperature 0 has one try, as another would give the same; see --temperature, --tell-error")
-    details = partial(replica_lines, stats, driver) if options.verbose else no_details
-    display = progress(total, RunProgress(stats, driver, stream, total).state, details)
+    now = RunProgress(stats, driver, stream, total, in_lines=in_lines)
+    display = progress(
+        total, now.state, lambda: [*now.details(), *(replica_lines(stats, driver) if options.verbose else ())]
+    )
 
     def on_rows(rows: Sequence[Row]) -> None:
         stats.count(rows)
+        now.finished(rows)
+        if show is not None:
+            show(now.figures)
         if options.verbose:
             for row in rows:
                 if row.has_failed:
@@ -68,6 +86,8 @@ def run_batch(
             most = {"max_errors": options.max_errors, "max_truncated": options.max_truncated}
             run_stream(stream, output, plan.with_history(lines), on_rows, kept=plan, **most)
     finally:
+        if show is not None:
+            show(now.figures, is_last=True)
         stats.detach()
         if not options.quiet and not isinstance(sys.exception(), ReaderGone):
             advice = stats.prefix_advice(source.template) if options.engine.prefix_cache else ""

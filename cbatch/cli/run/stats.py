@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from array import array
 from collections import Counter, deque
@@ -15,7 +17,7 @@ from cbatch.base.units import format_count, rounded_s, word_for
 from cbatch.batch.driver import PROMPT_TOKENS_PER_OUTPUT_TOKEN
 from cbatch.batch.lines import PromptFigures
 from cbatch.batch.row import Row
-from cbatch.cli.common.console import notice
+from cbatch.cli.common.console import MOST_CHARACTERS, notice
 from cbatch.cli.common.percentiles import percentiles
 from cbatch.engine.stats import EngineStats, total_stats
 
@@ -79,6 +81,7 @@ class RunStats:
         self.truncated = self.incomplete_forms = self.empty = self.unfinished = self.invalid_cut = self.not_retried = 0
         self.tries = self.rows_validated = self.rows_from_cache = self.rows_continued = 0
         self.load_s, self.prompts = 0.0, PromptFigures()
+        self._squares = 0
         self._ended: float | None = None
         self._ttft = array("f")
         self._tpot = array("f")
@@ -142,6 +145,7 @@ class RunStats:
             self.prompt_tokens += outcome.prompt_tokens
             self.cached_tokens += outcome.cached_tokens
             self.finished_tokens += outcome.completion_tokens
+            self._squares += outcome.completion_tokens**2
             self.reasoning_tokens += outcome.reasoning_tokens
             for times, seconds in ((self._ttft, outcome.ttft_s), (self._tpot, outcome.tpot_s)):
                 if seconds is not None:
@@ -161,6 +165,15 @@ class RunStats:
     def _seconds_until(self, moment: float) -> float:
         started = self._stream.started_at if self._stream is not None else None
         return moment - started if started is not None else 0.0
+
+    def spread(self, rows_left: int) -> float:
+        """About two standard deviations of the work of so many rows, as a share of it, by the rows so far."""
+        good = self.rows - self.errors.total()
+        if good < 2 or not self.finished_tokens or rows_left < 1:
+            return 0.0
+        mean = self.finished_tokens / good
+        variance = max(self._squares / good - mean**2, 0.0)
+        return 2 * math.sqrt(variance * (1 / good + 1 / rows_left)) / mean
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -330,47 +343,112 @@ def work_left(stats: RunStats, rows_left: int, ahead: WorkAhead | None) -> tuple
     return output, (output + as_output * prompt) / (stats.output_tokens + as_output * prompt_done)
 
 
+_TEXT = re.compile(r'"(?:text|content|message)": "((?:[^"\\]|\\.)*)')
+"""The answer, or the error, in a row of output."""
+
+
 class RunProgress:
     """The figures that a display shows of a run. It also says, once, that a few long rows leave most slots idle."""
 
-    def __init__(self, stats: RunStats, driver: BatchDriver, stream: RowStream, total: int | None) -> None:
-        """`total`: number of rows, if it is known."""
+    def __init__(
+        self, stats: RunStats, driver: BatchDriver, stream: RowStream, total: int | None, *, in_lines: bool = False
+    ) -> None:
+        """
+        total:    number of rows, if it is known
+        in_lines: whether the text of `state` is only the beginning, and `details` has the rest, on lines of their own
+        """
         self._stats, self._driver, self._stream, self._total = stats, driver, stream, total
-        self._steps: deque[tuple[float, int]] = deque()
-        """When how many steps were done."""
+        self._in_lines = in_lines
+        self._recent: deque[tuple[float, int, int]] = deque()
+        """When how many steps were done, and tokens of prompts computed."""
         self._tail_is_told = False
+        self._rest = ""
+        self._last: Row | None = None
+
+    def finished(self, rows: Sequence[Row]) -> None:
+        """These rows were written."""
+        self._last = rows[-1] if rows else self._last
+
+    def figures(self) -> dict[str, Any]:
+        """The state of the run as JSON; times in seconds, null for what is not known."""
+        stats, now, ahead = self._stats, self._driver.stats(), self._stream.ahead()
+        done, engines, each = stats.rows + stats.rows_kept, stats.engines, self._driver.each()
+        step_s, prompt_tokens_per_s = self._rates(now.num_steps, engines.num_prefilled_tokens)
+        left = work_left(stats, self._total - done, ahead) if self._total else None
+        eta_s = left[1] * stats.running_s if left is not None else None
+        if ahead is not None and step_s is not None:
+            if eta_s is not None:
+                eta_s = max(eta_s, ahead.longest_likely * step_s)  # which no other row makes shorter
+            self._tell_tail(ahead, now, step_s)
+        spread = stats.spread((self._total or done) - done)
+        begun = engines.num_prefilled_tokens - (engines.num_prompt_tokens - engines.num_cached_tokens)
+        return {
+            "rows": done,
+            "rows_total": self._total,
+            "errors": stats.errors.total(),
+            "elapsed_s": rounded_s(stats.running_s),
+            "eta_s": eta_s and rounded_s(eta_s),
+            "eta_low_s": eta_s and rounded_s(eta_s * max(1 - spread, 0)),
+            "eta_high_s": eta_s and rounded_s(eta_s * (1 + spread)),
+            "output_tokens": stats.output_tokens,
+            "output_tokens_expected": round(stats.output_tokens + left[0]) if left is not None else None,
+            "output_tokens_per_s": round(stats.output_tokens / max(stats.running_s, 1e-9), 2),
+            "prompt_tokens_per_s": round(prompt_tokens_per_s, 2),
+            "prompt_tokens_left": max(ahead.prompts_to_come - max(begun, 0), 0) if ahead is not None else None,
+            "slots_running": now.num_running,
+            "slots": self._driver.limits.max_seqs * max(len(each), 1),
+            "waiting": now.num_waiting,
+            "kv_cache_used": round(now.cache_used, 4),
+            "replicas_running": sum(one.state == "running" for one in each),
+            "replicas": len(each),
+        }
 
     def state(self) -> tuple[int, str]:
         """The number of rows that are done, and the text that follows it."""
-        stats, now, ahead = self._stats, self._driver.stats(), self._stream.ahead()
-        done, step_s = stats.rows + stats.rows_kept, self._step_s(now.num_steps)
-        left = work_left(stats, self._total - done, ahead) if self._total else None
-        seconds = left[1] * stats.running_s if left is not None else None
-        if ahead is not None and step_s is not None:
-            if seconds is not None:
-                seconds = max(seconds, ahead.longest_likely * step_s)  # which no other row makes shorter
-            self._tell_tail(ahead, now, step_s)
-        each = self._driver.each()
-        running = sum(one.state == "running" for one in each)
-        of_about = f" of about {stats.output_tokens + left[0]:,.0f}" if left is not None else ""
-        parts = [  # the most important part comes first, because a narrow terminal cuts off the rest
-            f"{stats.output_tokens / max(stats.running_s, 1e-9):,.0f} tok/s",
-            f"{tqdm.format_interval(seconds)} left" if seconds is not None else "",
-            format_count(stats.errors.total(), "error") if stats.errors else "",
-            f"{running} of {len(each)} replicas" if running < len(each) else "",
-            f"{now.num_running} run, {now.num_waiting} wait",
-            f"KV {now.cache_used:.0%}",
-            f"{stats.output_tokens:,}{of_about} tokens",
+        now = self.figures()
+        seconds, low, high = (
+            tqdm.format_interval(now[name]) if now[name] is not None else ""
+            for name in ("eta_s", "eta_low_s", "eta_high_s")
+        )
+        span = f" ({low}-{high})" if low != high else ""
+        errors, replicas, to_come = now["errors"], now["replicas"], now["prompt_tokens_left"]
+        expected = now["output_tokens_expected"]
+        prompts = f"prompts {now['prompt_tokens_per_s']:,.0f} tok/s" + (f", {to_come:,} to go" if to_come else "")
+        first = [  # the most important part comes first, because a narrow terminal cuts off the rest
+            f"{now['output_tokens_per_s']:,.0f} tok/s",
+            f"{seconds} left{span}" if seconds else "",
+            format_count(errors, "error") if errors else "",
+            f"{now['replicas_running']} of {replicas} replicas" if now["replicas_running"] < replicas else "",
         ]
-        return done, ", ".join(part for part in parts if part)
+        rest = [
+            prompts if to_come or now["prompt_tokens_per_s"] else "",
+            f"{now['slots_running']}/{now['slots']} slots, {now['waiting']} wait",
+            f"KV {now['kv_cache_used']:.0%}",
+            f"{now['output_tokens']:,}" + (f" of about {expected:,}" if expected is not None else "") + " tokens",
+        ]
+        self._rest = ", ".join(filter(None, rest))
+        return now["rows"], ", ".join(filter(None, first if self._in_lines else first + rest))
 
-    def _step_s(self, num_steps: int) -> float | None:
+    def details(self) -> list[str]:
+        """What `state` left out, and the last row; nothing unless `in_lines`."""
+        return [self._rest, self._last_row()] if self._in_lines else []
+
+    def _last_row(self) -> str:
+        if (row := self._last) is None:
+            return ""
+        found = _TEXT.search(row.data[: 4 * MOST_CHARACTERS].decode(errors="replace"))
+        tokens = "" if row.has_failed else f", {format_count(row.outcome.completion_tokens, 'token')}"
+        return f"row {row.index}{tokens}: {found[1] if found else ''}"
+
+    def _rates(self, num_steps: int, num_prefilled: int) -> tuple[float | None, float]:
+        """Seconds of a step now, None if there is none, and tokens of prompts a second."""
         now = time.monotonic()
-        self._steps.append((now, num_steps))
-        while len(self._steps) > 2 and self._steps[1][0] <= now - RECENT_SECONDS:
-            self._steps.popleft()
-        since, before = self._steps[0]
-        return (now - since) / (num_steps - before) if num_steps > before else None
+        self._recent.append((now, num_steps, num_prefilled))
+        while len(self._recent) > 2 and self._recent[1][0] <= now - RECENT_SECONDS:
+            self._recent.popleft()
+        since, steps, prefilled = self._recent[0]
+        step_s = (now - since) / (num_steps - steps) if num_steps > steps else None
+        return step_s, (num_prefilled - prefilled) / max(now - since, 1e-9)
 
     def _tell_tail(self, ahead: WorkAhead, now: EngineStats, step_s: float) -> None:
         slots, seconds = self._driver.limits.max_seqs, ahead.longest * step_s

@@ -16,6 +16,8 @@ AT_THE_START = [
     ("in.jsonl -o no/such/folder.jsonl", "Cannot write"),
     ("in.jsonl -o .", "a file is needed"),
     ("in.jsonl --stats in.jsonl", "--stats in.jsonl is the input;"),
+    ("in.jsonl --status-file in.jsonl", "--status-file in.jsonl is the input;"),
+    ("in.jsonl --status-file no/such/file", "Cannot write no/such"),
     ("in.jsonl --stats no/such/file", "Cannot write no/such"),
     ("in.jsonl --trace no/t.json", "Cannot write the trace no/t.json: No such file or directory."),
     ("in.jsonl --trace in.jsonl", "is the input;"),

@@ -251,7 +251,7 @@ def test_the_time_left_is_at_least_that_of_the_longest_row(monkeypatch: pytest.M
     assert ", 20:00 left" not in run.text()
     run.work = WorkAhead(rows=10, output_tokens=3000, longest_likely=2400)
     text = run.text()
-    assert text.startswith("97 tok/s, 20:00 left, 8 run, 4 wait, KV 50%, 10,000 of about 13,000 tokens")
+    assert text.startswith("97 tok/s, 20:00 left, 8/8 slots, 4 wait, KV 50%, 10,000 of about 13,000 tokens")
 
 
 def test_the_long_tail_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
