@@ -14,6 +14,7 @@ import click
 
 from cbatch import __version__
 from cbatch.base.errors import CbatchError, EngineError, Interrupted, ReaderGone, RunFailed
+from cbatch.base.spelling import similar_name
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.exits import EXIT_FATAL, EXIT_PIPE, EXIT_USAGE, SIGNALS, raise_interrupted
 
@@ -32,6 +33,13 @@ class LazyGroup(click.Group):
             return None
         command: click.Command = getattr(importlib.import_module(f"cbatch.cli.{cmd_name}.command"), cmd_name)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in COMMANDS and (meant := similar_name(args[0], COMMANDS)):
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {meant}?")
+        return super().resolve_command(ctx, args)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "CBATCH"})

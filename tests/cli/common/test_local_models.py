@@ -164,3 +164,10 @@ def test_a_wrong_name_ends_with_what_may_be_meant(
         assert error.endswith("Did you mean Qwen/Qwen3-0.6B?\n")
     assert run_command(["run", "in.jsonl", "-m", "./Qwen3-0.6"]) == 2
     assert capfd.readouterr().err.endswith("There is no model folder ./Qwen3-0.6. Did you mean Qwen/Qwen3-0.6B?\n")
+
+
+def test_a_misspelt_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards suggestions for commands: a command, and neither an option nor a model."""
+    assert run_command(["modles"]) == 2
+    assert "No such command 'modles'. Did you mean models?" in capsys.readouterr().err
+    assert run_command(["xyz"]) == 2 and "mean" not in capsys.readouterr().err
