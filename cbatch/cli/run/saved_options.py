@@ -142,10 +142,11 @@ def save_options(source: str, output: str) -> None:
     keys = option_keys(ctx.command)
     options = {key: _kept(keys[key], value) for key, value in ctx.meta[_GIVEN].items()}
     name = source if source == "-" or is_remote(source) else os.path.abspath(source)  # noqa: PTH100 (keeps links)
-    partial = path.with_name(f"{path.name}.new")
+    partial, text = path.with_name(f"{path.name}.new"), json.dumps({"input": name, "options": options}, indent=1) + "\n"
     with os_errors_as(ConfigError, f"Cannot write {path}"):
-        partial.write_text(json.dumps({"input": name, "options": options}, indent=1) + "\n")
-        partial.replace(path)
+        if not path.is_file() or path.read_text() != text:
+            partial.write_text(text)
+            partial.replace(path)
 
 
 def _kept(option: click.Option, value: Any) -> Any:
