@@ -96,7 +96,7 @@ def test_only_a_cut_answer_is_said_to_be_cut(engine: Engine) -> None:
     (closed,) = run(engine, [{"prompt": "a", "regex": "[a-z]+!", "max_tokens": 6}], validate="regex=never")
     assert closed.choices[0].closed and closed.finish_reason == "length"
     assert closed.validation is not None and closed.validation["errors"] == ["it does not match never"]
-    (cut,) = run(engine, [row | {"max_tokens": 1}], validate="regex=never")
+    (cut,) = run(engine, [{"prompt": "a", "max_tokens": 1, "ignore_eos": True}], validate="regex=never")
     assert cut.validation is not None and cut.validation["errors"] == [NEVER]
 
 

@@ -86,6 +86,7 @@ CHANGES: dict[str, Any] = {
     "grammar": 'start: "x"',
     "close_forms": False,
     "pretty_json": True,
+    "loop_guard": True,
 }
 """A value of each parameter that is not its default; the others become 0.5."""
 
