@@ -17,10 +17,14 @@ _DIFFERS = re.compile(r"\[\[|&&|--|~~|\\[<>bBzZ]|\(\?[a-zA-Z-]")
 """What means another thing in Rust's patterns than in Python's, and flags."""
 
 
-def fewest_tokens(constraint: Constraint, token_bytes: Sequence[bytes]) -> int:
-    """Of choices and patterns; 0 for other forms."""
+_MOST_BYTES = 2**14
+"""Of choices that are looked at; more make no bound."""
+
+
+def fewest_tokens(constraint: Constraint, token_bytes: Sequence[bytes], enough: int) -> int:
+    """Of choices and patterns; 0 for other forms. `enough`: a choice of so few tokens ends the search"""
     if constraint.kind == "choice":
-        return _of_choices([choice.encode() for choice in json.loads(constraint.source)], set(token_bytes))
+        return _of_choices([choice.encode() for choice in json.loads(constraint.source)], set(token_bytes), enough)
     if constraint.kind != "regex" or _DIFFERS.search(constraint.source):
         return 0
     try:
@@ -32,11 +36,14 @@ def fewest_tokens(constraint: Constraint, token_bytes: Sequence[bytes]) -> int:
     return -(-shortest // longest) if longest else 0
 
 
-def _of_choices(choices: Iterable[bytes], tokens: Collection[bytes]) -> int:
-    longest, fewest = max(map(len, tokens)), 0
+def _of_choices(choices: Iterable[bytes], tokens: Collection[bytes], enough: int) -> int:
+    longest, fewest, left = max(map(len, tokens)), 0, _MOST_BYTES
     for text in sorted(choices, key=len):
-        if fewest and len(text) >= fewest * longest:
+        if fewest and (fewest <= enough or len(text) >= fewest * longest):
             break
+        left -= len(text)
+        if left < 0:
+            return 0
         needed = [0]  # tokens of each beginning of the text
         for end in range(1, len(text) + 1):
             starts = range(max(end - longest, 0), end)

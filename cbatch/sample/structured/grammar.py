@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -66,14 +66,14 @@ class CompiledGrammar:
         return found if is_right else None
 
     @cached_property
-    def _fewest(self) -> int:
-        return fewest_tokens(self.constraint, self.token_bytes)
+    def _fewest(self) -> Callable[[int], int]:
+        return lru_cache(CACHE_SIZE)(partial(fewest_tokens, self.constraint, self.token_bytes))
 
     def check_budget(self, max_tokens: int | None) -> None:
         """Raises RequestError (`invalid_row`) if no output of so many tokens can have the form."""
-        if max_tokens and self._fewest > max_tokens:
+        if max_tokens and (fewest := self._fewest(max_tokens)) > max_tokens:
             what = "shortest choice" if self.constraint.kind == "choice" else "shortest match of the regex"
-            raise invalid_row(f"the {what} has at least {self._fewest} tokens, and max_tokens is {max_tokens}.")
+            raise invalid_row(f"the {what} has at least {fewest} tokens, and max_tokens is {max_tokens}.")
 
     @cached_property
     def most_bytes(self) -> int:

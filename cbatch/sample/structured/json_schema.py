@@ -60,7 +60,7 @@ def schema_faults(schema: Any) -> Iterator[tuple[bool, str]]:
 
 def _meant(name: Any, known: Iterable[str]) -> str:
     found = get_close_matches(str(name), known, 1)
-    return f"; did you mean {found[0]!r}?" if found else "."
+    return f" (did you mean {found[0]!r}?)." if found else "."
 
 
 def json_rule(schema: dict[str, Any], *, pretty: bool = False) -> str:

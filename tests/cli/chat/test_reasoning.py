@@ -105,7 +105,7 @@ def test_one_form_takes_the_place_of_another(harness: ChatHarness) -> None:
 
 def test_a_form_cannot_go_on_in_the_middle(harness: ChatHarness) -> None:
     """Guards against the second half of a reply that starts its constraint anew."""
-    controller = harness.make(params={"regex": "[a-z ]{300}", "max_tokens": 3})
+    controller = harness.make(params={"regex": "(?i)[a-z ]{300}", "max_tokens": 3})
     harness.ask(controller, "Speak.")
     controller.continue_reply(controller.current)
     harness.settle(controller)

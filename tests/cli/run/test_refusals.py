@@ -28,7 +28,7 @@ AT_THE_START = [
     ("in.jsonl --frobnicate", "No such option"),
     ("in.jsonl --param topp=1", "no sampling parameter 'topp'"),
     ("in.jsonl --param top_p=x", "not valid JSON"),
-    ('in.jsonl --json-schema {"items":{"type":"strng"}}', "no type 'strng'; did you mean 'string'?"),
+    ('in.jsonl --json-schema {"items":{"type":"strng"}}', "no type 'strng' (did you mean 'string'?)."),
     ("in.jsonl --target-step-ms 0", "nor auto or none"),
     ("in.jsonl --estimate", "--estimate needs --check"),
     ("in.jsonl --check --estimate --replicas 2", "on one engine"),

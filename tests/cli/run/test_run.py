@@ -339,7 +339,7 @@ def test_what_a_user_gets_wrong_in_rows_is_told(command: Command, tmp_path: Path
     ]
     _, (_, _, unfit, broken, ours) = command.answer(rows)
     said = command.said()
-    assert said.count("no keyword 'propertis', so it constrains nothing; did you mean 'properties'?") == 1
+    assert said.count("no keyword 'propertis', so it constrains nothing (did you mean 'properties'?)") == 1
     assert "the shortest choice has at least" in unfit["error"]["message"]
     assert broken["custom_id"] == "b" and broken["error"]["code"] == "invalid_json" and "response" in broken
     assert ours["error"]["code"] == "invalid_json" and "custom_id" not in ours

@@ -18,7 +18,7 @@ TOKENS = [b"", *(bytes([byte]) for byte in range(256)), b"ab", b"abc", b"no way"
 )
 def test_choices_are_spelt_with_the_longest_tokens(choices: list[str], fewest: int) -> None:
     """Guards against refusing a choice that fits, by the tokens that one tokenizer would use."""
-    assert fewest_tokens(Constraint("choice", json.dumps(choices)), TOKENS) == fewest
+    assert fewest_tokens(Constraint("choice", json.dumps(choices)), TOKENS, 0) == fewest
 
 
 @pytest.mark.parametrize(
@@ -38,4 +38,11 @@ def test_choices_are_spelt_with_the_longest_tokens(choices: list[str], fewest: i
 )
 def test_patterns_are_bounded_or_not_judged(pattern: str, fewest: int) -> None:
     """Guards against refusing a pattern that means another thing in Rust, or whose tokens are not known."""
-    assert fewest_tokens(Constraint("regex", pattern), TOKENS) == fewest
+    assert fewest_tokens(Constraint("regex", pattern), TOKENS, 0) == fewest
+
+
+def test_many_choices_take_no_time() -> None:
+    """Guards the reader of rows: the first choice that fits is enough, and a very long one is not judged."""
+    many = ["no way" * 3, *(f"{number} no way" * 9 for number in range(100_000))]
+    assert fewest_tokens(Constraint("choice", json.dumps(many)), TOKENS, 5) == 3
+    assert fewest_tokens(Constraint("choice", json.dumps(["x" * 10**6])), TOKENS, 5) == 0

@@ -336,7 +336,7 @@ def test_ends(compiler: ConstraintCompiler) -> None:
 WRONG: list[tuple[Kind, str, str]] = [
     ("json_schema", "[" * 5000, "nested too deeply"),
     ("json_schema", "3", "must be a JSON object"),
-    ("json_schema", '{"type": "objekt"}', "Invalid type: objekt"),
+    ("json_schema", '{"type": "objekt"}', "no type 'objekt' (did you mean 'object'?)."),
     ("json_schema", '{"$ref": "#/nowhere"}', "does not exist"),
     ("json_schema", '{"$ref": "http://example.com/x"}', "does not fetch"),
     ("json_schema", '{"x-guidance": {"lenient": true}, "not": {}}', "x-guidance"),
