@@ -186,7 +186,7 @@ _TOPICS = {
     **dict.fromkeys(("Validated and cached answers", "regex", "close_forms", "pretty_json", "json_schema"), "Forms"),
     **dict.fromkeys(("Model", "Memory", ""), "Engine"),
     **dict.fromkeys(("Replicas", "tensor_parallel", "device_map", "max_memory", "offload_folder"), "Scale"),
-    **dict.fromkeys(("Reports", "timings", "max_errors"), "Diagnosis"),
+    **dict.fromkeys(("Reports", "timings", "max_errors", "max_truncated"), "Diagnosis"),
 }
 """Topics of the short help, in its order, by the names of options, or of groups that are called otherwise there."""
 
@@ -242,7 +242,7 @@ class ConfiguredCommand(click.Command):
             return
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
-            if (record := parameter.get_help_record(ctx)) is not None:
+            if isinstance(parameter, click.Option) and (record := parameter.get_help_record(ctx)) is not None:
                 about: Option | None = getattr(parameter, "about", None)
                 groups.setdefault(about.group if about else "", []).append(record)
         for group, records in groups.items():
@@ -260,10 +260,10 @@ class ConfiguredCommand(click.Command):
             if name != PRESET:
                 topics.setdefault(_TOPICS.get(name or "", _TOPICS.get(group, group)), []).append(max(one.opts, key=len))
         order = list(dict.fromkeys(_TOPICS.values()))
-        width = formatter.width - 15
+        width = formatter.width - 13
         with formatter.section("Others, which --help-all explains"):
             for topic in sorted(topics, key=lambda topic: order.index(topic) if topic in order else -1):
-                names = textwrap.fill(", ".join(topics[topic]), width, break_on_hyphens=False)
+                names = textwrap.fill(" ".join(topics[topic]), width, break_on_hyphens=False)
                 formatter.write_dl([(topic.ljust(9), "\b\n" + names)])  # as it is: Click would break at hyphens
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -272,9 +272,9 @@ class ConfiguredCommand(click.Command):
         model = ", and --model also CBATCH_MODEL" if "model" in option_keys(self) else ""
         formatter.write_paragraph()
         formatter.write_text(
-            f"Every option also reads an environment variable, CBATCH_{(self.name or '').upper()}_<OPTION>{model}. You "
-            f"can keep your own defaults in {display_path(config_path())}. What you type on the command line comes "
-            f"first, then the environment variable, {preset}then this file."
+            f"Every option also reads CBATCH_{(self.name or '').upper()}_<OPTION>{model}. Defaults can stand in "
+            f"{display_path(config_path())}. The command line comes first, then the environment variable, {preset}then "
+            "this file."
         )
 
 

@@ -40,26 +40,28 @@ class RunStatus(AbstractContextManager["RunStatus"]):
 
     def __exit__(self, *error: object) -> None:
         signal.signal(signal.SIGUSR1, self._before)
-        self._write_or_tell("ended")
+        self._try_to_write("ended")
 
     def show(self, figures: Figures, *, is_last: bool = False) -> None:
         """Takes the figures, if it is time to or somebody waits for them. Call it often."""
-        now = time.monotonic()
-        is_due = self._path is not None and (now >= self._due or is_last)
+        is_due = self._path is not None and (is_last or time.monotonic() >= self._due)
         if not (is_due or self._is_asked):
             return
         self._figures = figures()
         if self._is_asked:
             self._is_asked = False
-            print_line(json.dumps({"state": "running", **self._figures}))
+            print_line(self._text("running"))
         if is_due:
-            self._due = now + INTERVAL_S
-            self._write_or_tell("running")
+            self._due = time.monotonic() + INTERVAL_S
+            self._try_to_write("running")
 
     def _ask(self, signum: int, frame: FrameType | None) -> None:
         self._is_asked = True
 
-    def _write_or_tell(self, state: str) -> None:
+    def _text(self, state: str) -> str:
+        return json.dumps({"state": state, **self._figures})
+
+    def _try_to_write(self, state: str) -> None:
         try:
             self._write(state)
         except OSError as error:  # a full disk, which ends the run elsewhere if it has to
@@ -69,5 +71,5 @@ class RunStatus(AbstractContextManager["RunStatus"]):
     def _write(self, state: str) -> None:
         if self._path is not None:
             new = self._path.with_name(f".{self._path.name}.new")
-            new.write_text(json.dumps({"state": state, **self._figures}) + "\n")
+            new.write_text(self._text(state) + "\n")
             new.replace(self._path)

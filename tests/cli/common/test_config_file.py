@@ -197,5 +197,6 @@ def test_short_help_names_every_option(
         shown[flag] = capsys.readouterr().out
     assert len(shown["--help"].splitlines()) < 60 and not re.search(r"--\S*-\n", shown["--help"])
     assert [one.name for one in options if max(one.opts, key=len) not in shown["--help"]] == []
+    assert "\n  [" not in shown["--help-all"]  # arguments, which are no options
     explained = "".join(shown["--help-all"].split())
     assert all("".join((one.help or "").split())[:60] in explained for one in options)
