@@ -359,7 +359,7 @@ class RunProgress:
         """
         self._stats, self._driver, self._stream, self._total = stats, driver, stream, total
         self._in_lines = in_lines
-        self._recent: deque[tuple[float, int, int]] = deque()
+        self._recent = deque([(time.monotonic(), driver.stats().num_steps, 0)])
         """When how many steps were done, and tokens of prompts computed."""
         self._tail_is_told = False
         self._rest = ""

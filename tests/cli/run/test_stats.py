@@ -254,6 +254,13 @@ def test_the_time_left_is_at_least_that_of_the_longest_row(monkeypatch: pytest.M
     assert text.startswith("97 tok/s, 20:00 left, 8/8 slots, 4 wait, KV 50%, 10,000 of about 13,000 tokens")
 
 
+def test_the_first_line_has_the_speed_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the first line of a run without a terminal, after ten seconds of prompts, against a speed of 0."""
+    run = Run(monkeypatch, 20, stats_of())
+    run.now += 10
+    assert run.progress._rates(20, 5000)[1] == 500
+
+
 def test_the_long_tail_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the notice: only of idle slots at the end of what filled them, only if it takes long, and only once."""
     run = Run(monkeypatch, 20, stats_of(*[(8, 100)] * 10))

@@ -18,6 +18,8 @@ import pytest
 from pexpect import EOF, TIMEOUT
 from pexpect.fdpexpect import fdspawn
 
+from cbatch.cli.chat.background_run import parse_run_options
+from cbatch.cli.common.exits import UserError
 from cbatch.cli.run.stats import RunStats
 from cbatch.cli.run.status import RunStatus
 from tests.support.command import Command
@@ -96,3 +98,9 @@ def test_a_status_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.Cap
         status.show(lambda: {"rows": 1}, is_last=True)
         status.show(lambda: {"rows": 2}, is_last=True)
     assert capsys.readouterr().err.count("Cannot write") == 1
+
+
+def test_a_run_in_a_chat_has_no_status_file() -> None:
+    """Guards against an option that a chat would ignore."""
+    with pytest.raises(UserError, match="--status-file only works in the shell"):
+        parse_run_options("in.jsonl -o out.jsonl --status-file status.json")
