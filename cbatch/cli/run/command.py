@@ -32,7 +32,7 @@ from cbatch.cli.common.options import (
 )
 from cbatch.cli.common.stdout import own_stdout, without_library_output
 from cbatch.cli.run.options import STREAMED, RunOptions
-from cbatch.cli.run.saved_options import SavedOptionsCommand, save_options, taken_options
+from cbatch.cli.run.saved_options import SavedOptionsCommand, save_options, tell_taken_options
 
 if TYPE_CHECKING:
     from cbatch.api import Engine
@@ -65,8 +65,8 @@ def run(**values: Any) -> Literal[0, 1]:
     from cbatch.cli.run.status import RunStatus
 
     options = make_options(RunOptions, values)
-    if not options.quiet and (taken := taken_options()):
-        notice(f"with the options of the earlier run: {taken}")
+    if not options.quiet:
+        tell_taken_options()
     stats = RunStats()
     with stats_file(options, stats), ExitStack() as opened:
         options.check_usage()
@@ -99,7 +99,7 @@ def run(**values: Any) -> Literal[0, 1]:
 def _while_running(
     options: RunOptions, stop_timeout_s: float | None, interrupt: Callable[[int], None]
 ) -> Iterator[None]:
-    save_options(options.input, options.output)  # now that the output is that of this run
+    save_options(options.output)  # now that the output is that of this run
     with handle_signals(interrupt, stop_timeout_s=stop_timeout_s):
         yield
 

@@ -16,7 +16,7 @@ from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.options import engine_options, record_options, sampling_options
 from cbatch.cli.run.command import open_input
 from cbatch.cli.run.options import RunOptions
-from cbatch.cli.run.saved_options import SavedOptionsCommand, taken_options
+from cbatch.cli.run.saved_options import SavedOptionsCommand, tell_taken_options
 from cbatch.cli.verify.options import ROW_OPTIONS, VerifyOptions
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _VerifyCommand(SavedOptionsCommand):
-    input, needs, refuses = "prompts", "", "offline"
+    input, resumes, ignores = "prompts", "", "offline"
 
 
 @click.command("verify", cls=_VerifyCommand)
@@ -50,8 +50,8 @@ def verify(**values: Any) -> Literal[0, 1, 2]:
     options = VerifyOptions.from_values(values)
     options.check_usage()
     run = options.run
-    if not run.quiet and (taken := taken_options()):
-        notice(f"with the options of the run: {taken}")
+    if not run.quiet:
+        tell_taken_options()
     report: Report | FileReport
     with StoredRows(open_results(Path(run.output), run.output_form), run.output) as stored:
         source = open_input(run) if options.prompts is not None else None

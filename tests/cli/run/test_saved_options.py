@@ -59,7 +59,7 @@ def test_a_new_run_takes_nothing(cut: Command, monkeypatch: pytest.MonkeyPatch) 
     """Guards a new output that has the name of a removed one, and input that is named as a pipe."""
     saved = cut.folder / ".out.jsonl.cbatch-options"
     cut.out.unlink()
-    assert cut("--resume") == 0 and json.loads(saved.read_text())["options"].keys() == {"model", "dtype", "stats"}
+    assert cut("--resume") == 0 and json.loads(saved.read_text()).keys() == {"input", "model", "dtype", "stats"}
     monkeypatch.setattr(sys, "stdin", StringIO())
     sys.stdin.buffer = open("/dev/null", "rb")  # type: ignore[misc]  # noqa: SIM115, PTH123
     assert run_command(["run", "-", "--resume", "-o", str(cut.out)]) == 2
