@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import warnings
+from difflib import get_close_matches
 from typing import Any
 
 import click
@@ -59,6 +60,9 @@ def run_command(arguments: list[str] | None = None) -> int:
         result: Any = cli.main(arguments, prog_name="cbatch", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
+        if isinstance(error, click.NoSuchOption) and error.possibilities:  # of which Click tells three, by alphabet
+            closest = get_close_matches(error.option_name, error.possibilities, 1)
+            error = click.NoSuchOption(error.option_name, possibilities=closest)
         message = error.format_message()
         if message.startswith("Usage:"):  # no command was given, so this is the whole help
             print(message, file=sys.stderr)

@@ -114,7 +114,8 @@ def load_config(command: click.Command, root: click.Context) -> tuple[Settings, 
         for written, value in table.items():
             key, where = _as_key(written), f"{shown}: {written}" + (f" in [{name}]" if name else "")
             if commands and key not in known:
-                raise ConfigFileError(f"{where} is not an option{_near_miss(key, [*known, *others])}")
+                meant = others if others and isinstance(value, dict) else known  # a table is meant for a table
+                raise ConfigFileError(f"{where} is not an option{_near_miss(key, meant)}")
             if (option := options.get(key)) is None:
                 continue
             if option.name in settings:

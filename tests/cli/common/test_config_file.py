@@ -109,6 +109,8 @@ def test_a_preset_that_does_not_exist(config: Path) -> None:
         (b"seed = 1\nsystem = '\xff'\n", r" is not valid UTF-8 \(line 2\)\.$"),
         (b"modle = 'x'\n", r": modle is not an option; did you mean model\?$"),
         (b"[caht]\nseed = 1\n", r": caht is not an option; did you mean chat\?$"),
+        (b"[syste]\nseed = 1\n", r": syste is not an option\.$"),
+        (b"caht = 1\n", r": caht is not an option; did you mean cache\?$"),
         (b"[bench]\ntop_p = 1\n", r": top_p in \[bench\] is not an option"),
         (b"[preset.x]\nrounds = 2\n", r": rounds in \[preset\.x\] is not an option"),
         (b"[chat]\ntemperature = 'warm'\n", r": temperature in \[chat\]: 'warm' is not a valid float\.$"),

@@ -18,6 +18,7 @@ from cbatch.cli.bench.command import bench
 from cbatch.cli.chat.command import chat
 from cbatch.cli.common.options import SAMPLING_FIELDS, engine_config, make_options
 from cbatch.cli.common.replica_options import ReplicaOptions
+from cbatch.cli.main import run_command
 from cbatch.cli.run.command import run
 from cbatch.cli.run.options import RunOptions
 from cbatch.cli.verify.command import verify
@@ -111,3 +112,9 @@ def test_help_tells_one_default_of_an_option() -> None:
         context = click.Context(command, info_name=command.name)
         records = [parameter.get_help_record(context) for parameter in command.params]
         assert [name for name, text in filter(None, records) if text.count("default:") > 1] == []
+
+
+def test_a_misspelt_option_names_the_closest(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the hint against three options by alphabet, of which the last but one is meant."""
+    assert run_command(["run", "--temprature", "1"]) == 2
+    assert capsys.readouterr().err == "cbatch: No such option '--temprature'. Did you mean '--temperature'?\n"
