@@ -82,8 +82,9 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
-        self.num_prefilled_tokens = 0
         """Tokens of the prompts that were computed, and how many of them were cached already."""
+        self.num_prefilled_tokens = 0
+        """Those that steps have computed, also of prompts that are not whole yet."""
         self.held_back: Counter[str] = Counter(slots=0, cache=0, budget=0, target=0)
         """Steps that left requests waiting, by what was short; `target` is the time of a step."""
 
