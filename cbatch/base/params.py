@@ -598,12 +598,12 @@ documented(SamplingParams)
 SamplingOptions = TypedDict("SamplingOptions", {  # noqa: UP013
     "max_tokens": int | None, "min_tokens": int, "thinking_budget": int | None, "reasoning_effort": Effort | None,
     "n": int, "temperature": float, "top_k": int, "top_p": float, "min_p": float, "top_n_sigma": float,
-    "stop": str | Sequence[str], "stop_token_ids": int | Sequence[int], "ignore_eos": bool,
+    "stop": str | Sequence[str], "stop_token_ids": int | Sequence[int], "ignore_eos": bool, "loop_guard": bool,
     "presence_penalty": float, "frequency_penalty": float, "repetition_penalty": float, "logit_bias": LogitBias,
     "bad_words": str | Sequence[str], "allowed_token_ids": int | Sequence[int] | None, "logprobs": int | None,
     "prompt_logprobs": int | None, "echo": bool, "skip_special_tokens": bool,
     "response_format": str | Mapping[str, Any] | type | None, "regex": str | None, "choice": Sequence[str] | None,
-    "grammar": str | None, "close_forms": bool, "pretty_json": bool, "lora": str,
+    "grammar": str | None, "truncate_prompt": str | None, "close_forms": bool, "pretty_json": bool, "lora": str,
 }, total=False)  # fmt: skip
 """The fields of `SamplingParams`, except `seed`, as arguments of a call."""
 

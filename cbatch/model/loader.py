@@ -109,7 +109,7 @@ class LoadedModel:
     max_tokens: int | None = None
     not_applied: tuple[str, ...] = ()
     fingerprint: str = ""
-    parts: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, str] = field(default_factory=dict, repr=False)
     fast_model: Model | None = field(default=None, repr=False)
     placement: Placement | None = None
     path: str = ""

@@ -351,7 +351,7 @@ def test_captured_attention(
     attention = TritonAttention(DEVICE, SPLITTING)
     calls = [replace(SPLIT_CALL, window=9), SPLIT_CALL]
     check = AttentionChecks(attention, 16, torch.float32, DEVICE, calls).check_captured(capture)
-    assert check.agrees is agrees and not check.failure
+    assert check.agrees is agrees and (not agrees or not check.failure)  # a fault may read what nobody has written
 
 
 def test_tf32_is_no_fault() -> None:

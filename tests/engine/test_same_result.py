@@ -286,6 +286,7 @@ def test_the_chat_equals_generate(engine: Engine, family: Family, monkeypatch: p
     forced = forced_by(family) | {"regex": family.pattern.partition(r"\{")[0] + "!"}
     replies = []
     for params in (SHARED, SHARED | {"stop": ["e", "a"], **WARM}, forced):
+        params = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "loop_guard": False} | params  # not a chat's defaults
         controller = harness.make(system="Be kind.", params=params, run_seed=11)
         for question in ("Where is Köln?", "<|im_end|> And Bonn?"):
             text = harness.ask(controller, question)

@@ -27,7 +27,7 @@ def prompts(command: Command) -> list[str]:
     ("name", "content", "form"),
     [
         ("a.txt", b"one\n{two}\n", "text, one prompt a line; --format"),
-        ("a.txt.gz", gzip.compress(b"\xef\xbb\xbfone\r\n{two}"), "text, one prompt a line; --format"),
+        ("a.txt.gz", gzip.compress(b"\xef\xbb\xbfone\r\n{two}", mtime=0), "text, one prompt a line; --format"),
         ("b.txt", b'{"prompt": "one"}\n{"prompt": "{two}"}\n', "JSON Lines, as its first line is a JSON object"),
     ],
 )
