@@ -199,7 +199,7 @@ def check_lines(lines: list[StyledLine], width: int) -> None:
     assert not any(unicodedata.category(character) == "Cc" for line in texts(lines) for character in line)
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, derandomize=True)
 @given(TEXT, st.integers(2, 90), st.data())
 def test_text_that_grows_is_laid_out_as_the_whole(text: str, width: int, data: st.DataObject) -> None:
     """Guards streaming: in whatever pieces a text comes, the result is the same, and no line is too wide."""
@@ -211,7 +211,7 @@ def test_the_line_below_the_header_of_a_table_is_still_written() -> None:
     check_growing("**one\n| two** |\n|-|-|\n", 60, [18])
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, derandomize=True)
 @given(TEXT, st.integers(2, 30), st.data())
 def test_text_that_grows_beyond_the_limits(text: str, width: int, data: st.DataObject) -> None:
     """Guards blocks that are not parsed with every token: what was shown meanwhile leaves nothing behind."""
