@@ -112,7 +112,7 @@ class Budget(NamedTuple):
 
     def is_for(self, kernel: str, arguments: Mapping[str, str]) -> bool:
         wanted = (one.partition("=") for one in self.only.split())
-        return kernel == self.kernel and all(arguments[name] == value for name, _, value in wanted)
+        return kernel == self.kernel and all(arguments[name].partition(",")[0] == value for name, _, value in wanted)
 
     def measured(self, loop: InnerLoop, arguments: Mapping[str, str], warps: int) -> Cost:
         numbers = float(self.factor)
@@ -184,9 +184,9 @@ BUDGETS = (
     Budget("norm", "_norm_kernel", launches.launch_rest, "BLOCK", is_wide=None),
     Budget("delta rule, prompts", "_gated_delta_tile_kernel", launches.launch_recurrence, "TILE KEY_DIM WIDTH"),
     Budget("scan, prompts", "_selective_scan_tile_kernel", launches.launch_recurrence, "TILE STATE_SIZE WIDTH"),
-    Budget("heads", "_prepare_heads_kernel", _heads, "GROUP+2 DIM", is_wide=None, only="QUERY_KIND=0"),
-    Budget("heads, norms", "_prepare_heads_kernel", _heads, "GROUP+2 DIM", is_wide=None, only="QUERY_KIND=1"),
-    Budget("heads, FP8 cache", "_prepare_heads_kernel", _heads8, "GROUP+2 DIM", is_wide=None, only="QUERY_KIND=0"),
+    Budget("heads", "_prepare_heads_kernel", _heads, "GROUP+2 DIM", is_wide=None, only="query_weight=None"),
+    Budget("heads, norms", "_prepare_heads_kernel", _heads, "GROUP+2 DIM", is_wide=None, only="query_weight=*fp32"),
+    Budget("heads, FP8 cache", "_prepare_heads_kernel", _heads8, "GROUP+2 DIM", is_wide=None, only="query_weight=None"),
     Budget("store", "_store_kv_kernel", _attention("auto"), "HEADS KEY_DIM+VALUE_DIM", is_wide=None),
     Budget("store, FP8 cache", "_store_kv_kernel", _attention("fp8"), "HEADS KEY_DIM+VALUE_DIM", is_wide=None),
     Budget("merge", "_combine_kernel", _attention("auto"), "CHUNK VALUE_TILE", is_wide=None, any_loop=True),
