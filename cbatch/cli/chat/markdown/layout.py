@@ -61,6 +61,7 @@ class MarkdownLayout:
         self._width = max(width, 1)
         self._code_width = code_width or self._width
         self._done: list[StyledLine] = []
+        self._before: str | None = None  # the line before the unfinished blocks, if there are finished ones
         self._num_taken = 0
         self._rest = ""  # the text after the finished blocks
         self._open: list[StyledLine] = []  # the lines of its beginning
@@ -92,15 +93,17 @@ class MarkdownLayout:
         begun = [_start(block) + (block[0].type == "table_open") for block in blocks]  # by the line below its header
         num_done = sum(line < len(source) - 1 for line in begun[1:])
         self._done += self._lines(source, blocks[:num_done])
+        if num_done:
+            cut = starts[num_done]
+            self._before = source[cut - 1] if self._done else None
         self._open = self._lines(source, blocks[num_done:])
         if num_done:
-            cut = starts[num_done] - (not source[starts[num_done] - 1].strip())
             self._rest = self._rest.split("\n", cut)[cut]
         self._num_open = len(self._rest) - len(unfinished)
         self._is_code = bool(tokens) and tokens[-1].type == "fence" and not tokens[-1].meta["closing"]
 
     def _lines(self, source: list[str], blocks: list[list[Token]]) -> list[StyledLine]:
-        return [row.line for row in _rows(source, blocks, self._width, self._code_width, follows=bool(self._done))]
+        return [row.line for row in _rows(source, blocks, self._width, self._code_width, self._before)]
 
     def _with_unparsed(self, text: str) -> list[StyledLine]:
         """The lines of the unfinished blocks, with text after them that was not parsed with them."""
@@ -127,13 +130,14 @@ class Row(NamedTuple):
 
 
 def _rows(
-    source: list[str], blocks: Iterable[list[Token]], width: int, code_width: int, *, follows: bool = False
+    source: list[str], blocks: Iterable[list[Token]], width: int, code_width: int, before: str | None = None
 ) -> list[Row]:
-    """Rows of blocks, with blank lines where the source has them. `follows`: whether there are others before them"""
+    """Rows of blocks, with blank lines where the source has them. `before`: the line before it, if others are there"""
     rows: list[Row] = []
     for block in blocks:
         start = _start(block)
-        if (rows or follows) and start > 0 and not source[start - 1].strip(" >"):
+        last = source[start - 1] if start > 0 else before
+        if (rows or before is not None) and last is not None and not last.strip(" >"):
             rows.append(Row([]))
         rows += _block(source, block, width, code_width)
     return rows
