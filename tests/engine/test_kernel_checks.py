@@ -160,8 +160,10 @@ def lose_splits(number: int, lost: int | slice) -> Callable[..., None]:
     def damage(*arguments: Any) -> None:
         out, parts, metadata = arguments[3:6]
         row, length, count, _, size, first = metadata.sequences[number].tolist()
-        if splits := -(-length // max(size, 1)):  # else it is padding
-            mine = slice(first, first + splits * count)
+        splits = -(-length // max(size, 1))
+        mine = slice(first, first + splits * count)
+        if splits and 0 <= row < row + count <= len(out) and 0 <= mine.start < mine.stop <= len(parts.sums):
+            # Others are padding, which nobody has written.
             sums, results = (part[mine].unflatten(0, (splits, count)) for part in (parts.sums, parts.results))
             sums[lost] = -torch.inf
             out[row : row + count] = (torch.softmax(sums * math.log(2), 0)[..., None] * results).sum(0)
@@ -351,7 +353,7 @@ def test_captured_attention(
     attention = TritonAttention(DEVICE, SPLITTING)
     calls = [replace(SPLIT_CALL, window=9), SPLIT_CALL]
     check = AttentionChecks(attention, 16, torch.float32, DEVICE, calls).check_captured(capture)
-    assert check.agrees is agrees and (not agrees or not check.failure)  # a fault may read what nobody has written
+    assert check.agrees is agrees and not check.failure
 
 
 def test_tf32_is_no_fault() -> None:
