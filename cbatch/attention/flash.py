@@ -33,7 +33,7 @@ _WORKSPACE = 2**20
 
 
 class Form(NamedTuple):
-    """What a plan is made for, by FlashInfer's names. A window of -1 is none."""
+    """The step that a plan is made for, by FlashInfer's names. A window of -1 is none."""
 
     num_qo_heads: int
     num_kv_heads: int

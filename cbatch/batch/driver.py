@@ -327,7 +327,7 @@ class BatchDriver(Protocol):
 
     @property
     def model_parts(self) -> Mapping[str, str]:
-        """What decides the model's fingerprint, by names for people (see `Origin`)."""
+        """The parts that decide the model's fingerprint, by names for people (see `Origin`)."""
 
     def stats(self) -> EngineStats:
         """The sums over all engines, those that have died included (see `total_stats`)."""

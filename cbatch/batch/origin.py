@@ -1,4 +1,4 @@
-"""What the keys of an output come of, kept in a small file beside it, so that a later run can say why keys differ.
+"""The ingredients of the keys of an output, in a small file beside it, so that a later run can say why keys differ.
 
 Nothing but messages depends on it: without the file, they name all that may have changed.
 """
@@ -28,7 +28,7 @@ def origin_path(output: Path) -> Path:
 
 
 def origin_of(model: Mapping[str, str], limits: SequenceLimits, options: RowOptions, template: str | None) -> Origin:
-    """What the keys of a run come of.
+    """The ingredients of the keys of a run.
 
     model:    the parts of the model's fingerprint, by what they are
     template: what makes prompts of columns, if anything does
@@ -63,7 +63,7 @@ def _shown(value: Any) -> str:
 
 
 def read_origin(output: Path) -> Origin:
-    """What is kept for an output; empty if nothing is."""
+    """The ingredients that are kept for an output; empty if nothing is."""
     with suppress(OSError, ValueError):
         found: Any = json.loads(origin_path(output).read_text())
         if isinstance(found, dict) and all(isinstance(part, dict) for part in found.values()):

@@ -21,6 +21,7 @@ from cbatch.base.errors import CbatchError, ConfigError, RunFailed, in_short
 from cbatch.base.run_folder import RunFolder
 from cbatch.base.user_folders import user_folder
 from cbatch.batch.forms import file_name
+from cbatch.batch.writer import FileWriter
 from cbatch.extras import missing_package
 
 _SILENCE_S = 60
@@ -63,9 +64,7 @@ class RemoteOutput:
         with _errors_as(ConfigError, f"Cannot write {self._address}"):
             has_content = self._system.exists(self._path) and self._system.size(self._path) != 0
             if has_content and not (resume or overwrite):
-                raise ConfigError(
-                    f"{self._address} exists and is not empty; --resume continues it, --overwrite replaces it."
-                )
+                raise ConfigError(f"{self._address} exists and is not empty; {FileWriter.if_not_empty}.")
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if has_content and resume and not self.path.exists():
                 self._system.get_file(self._path, str(self.path))
@@ -79,7 +78,7 @@ class RemoteOutput:
 
 
 def _file_system(address: str) -> tuple[Any, str]:
-    """What reads and writes such addresses, and the path in it. Raises ConfigError if a package is missing."""
+    """The file system of such addresses, and the path in it. Raises ConfigError if a package is missing."""
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     options: dict[str, Any] = {}

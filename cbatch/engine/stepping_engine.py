@@ -105,7 +105,7 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
 
     @property
     def fingerprint_parts(self) -> dict[str, str]:
-        """What decides `fingerprint`, by names for people; # begins a hash."""
+        """The parts that decide `fingerprint`, by names for people; # begins a hash."""
         templates = json.dumps(self.tokenizer.templates if self.tokenizer else None)
         parts = {name: f"#{value}" for name, value in self.loaded.parts.items() if name != "all"}
         parts = parts or {"model": f"#{self.loaded.fingerprint}"}

@@ -10,7 +10,7 @@ from cbatch.kernels.quantized_matrix import QuantizedMatrix
 
 
 class NormForm(NamedTuple):
-    """What a kernel is compiled for; see `NormWeights`."""
+    """The part of a norm that a kernel is compiled for; see `NormWeights`."""
 
     kind: str
     eps: float
@@ -112,7 +112,7 @@ ADAPTED_COLUMNS = 64
 
 
 class AdapterWeights(NamedTuple):
-    """What LoRA adapters add to the product of a matrix [columns, depth], each by two matrices of low rank.
+    """LoRA adapters, each of which adds to the product of a matrix [columns, depth] by two matrices of low rank.
 
     slots:  [adapters + 1] int32, which matrices the adapter of each number has; -1 for none, as number 0
     down:   [slots, ranks, depth], and up: [slots, columns, width], both zero where an adapter has a lower rank

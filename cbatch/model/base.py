@@ -100,7 +100,7 @@ class CapturableModel(Protocol):
         """The second part: logits [R, vocabulary] float32 of the tokens `rows` [R], in `out` if it is given."""
 
     def adding(self, rows: AdapterRows) -> AddAdapters | None:
-        """What adds its adapters to the tokens of a step; None if it has none that are added in a captured one."""
+        """Adds its adapters to the tokens of a step; None if it has none that are added in a captured one."""
 
 
 class Model(Protocol):

@@ -251,7 +251,7 @@ class Supervisor:
             self._end_life()
 
     def _load(self, connection: ReplicaConnection) -> tuple[ReplicaInfo, float]:
-        """What a replica says of itself once it has loaded its model, and the seconds that it took.
+        """The message of a replica once it has loaded its model, and the seconds that it took.
 
         Raises as `connection.call` does, and WorkerDied if it takes too long.
         """

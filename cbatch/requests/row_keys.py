@@ -88,7 +88,7 @@ def _dump(value: object) -> bytes:
 
 
 Origin = Mapping[str, Mapping[str, str]]
-"""What the keys of a run come of: for each part of them, names for people and values; # begins a hash of one."""
+"""The ingredients of the keys of a run: for each part of them, names for people and values; # begins a hash of one."""
 
 
 NONE = "none"

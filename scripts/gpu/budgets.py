@@ -1,4 +1,4 @@
-"""What inner loops of kernels may take: instructions and bytes for each number, and which matrix unit they must use.
+"""Limits of the inner loops of kernels: instructions and bytes for each number, and which matrix unit they must use.
 
 A number is what the loop is for: a weight of a product, a number of a key or a value in decode steps, a score in
 prompts, a number of a state or of a row, a token of the vocabulary, an expert of a router. A limit is a tenth more than

@@ -19,7 +19,7 @@ class Resources(NamedTuple):
 
 
 class InnerLoop(NamedTuple):
-    """What a thread executes in a round of a kernel's inner loop, or in all of a kernel without products.
+    """The work of a thread in a round of a kernel's inner loop, or in all of a kernel without products.
 
     read:  bytes of global memory
     unit:  the instruction of matrix units, such as HMMA; empty if there is none

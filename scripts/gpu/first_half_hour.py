@@ -46,7 +46,7 @@ PACKAGES = {
     "no tests of GGUF files and adapters": "gguf",
     "no comparison of adapters with PEFT": "peft",
 }
-"""What is lost without packages. All of it is said before anything runs."""
+"""The losses without packages. All of it is said before anything runs."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def make_stages(*, rehearse: bool) -> list[Stage]:
 
 
 class Folder:
-    """What is known so far: `state["stages"]` has the entry of each stage that was begun.
+    """The state so far: `state["stages"]` has the entry of each stage that was begun.
 
     An entry has its `status` (begun, done, failed, or killed), the `device`, `seconds`, a `reason` unless it is done,
     and `results`, by parts.
@@ -130,7 +130,7 @@ class Folder:
         (self.path / "page.md").write_text(page.markdown(self.state, [stage.name for stage in stages]))
 
     def take_results(self) -> dict[str, Any]:
-        """What the stage that ran last has left, which may be half a file."""
+        """The output of the stage that ran last, which may be half a file."""
         path = self.path / "current.json"
         results: dict[str, Any] = {}
         if path.exists():
@@ -236,7 +236,7 @@ def describe() -> None:
 
 
 def probe() -> dict[str, Any]:
-    """What `describe` prints, by a process that may hang or die. Raises RuntimeError if it does."""
+    """The lines that `describe` prints, by a process that may hang or die. Raises RuntimeError if it does."""
     code = "from scripts.gpu.first_half_hour import describe; describe()"
     environment = os.environ | {"PYTHONPATH": suite.path_of_imports()}
     command = [sys.executable, "-c", code]

@@ -44,7 +44,7 @@ def section(state: State, device: str, entries: Mapping[str, State]) -> Iterator
 
 
 def figures(results: State) -> Iterator[tuple[str, str]]:
-    """What was measured, as pairs of what and how much. Kernels that agree are one row."""
+    """The figures that were measured, as pairs of what and how much. Kernels that agree are one row."""
     for part, lines in results.items():
         if part in ("machine", "goals", "failures"):
             continue

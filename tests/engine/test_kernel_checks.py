@@ -328,7 +328,7 @@ def without_second_turn(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_reset(patch: pytest.MonkeyPatch) -> None:
-    """What counts splits is not zero again after a launch."""
+    """The counter of splits is not zero again after a launch."""
     plant(patch, "attend_decode", lambda *arguments: arguments[5].arrivals(arguments[1].shape[1]).fill_(1))
 
 

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def together(size: int, run: Callable[[ProcessGroup], T], timeout_s: float = 60.0) -> list[T]:
-    """What `run` returns in each process of a group. Raises what the first of them raises."""
+    """The results of `run` in each process of a group. Raises what the first of them raises."""
     with TemporaryDirectory() as folder:
         store, groups = str(Path(folder, "store")), list[ProcessGroup]()
 

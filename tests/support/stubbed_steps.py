@@ -236,7 +236,7 @@ class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def launches_of_a_layer(config: Mapping[str, Any], starts: Sequence[int], stops: Sequence[int]) -> dict[str, int]:
-    """What a step launches more often if the model has one layer more: kernels and operations of torch."""
+    """The launches of a step that come more often if the model has one layer more: kernels and operations of torch."""
     found = []
     for layers in (1, 2):
         steps = StubbedSteps({**config, "num_hidden_layers": layers}, num_blocks=2000)

@@ -15,7 +15,7 @@ from cbatch.batch.tables.restored import rows_of_cells, with_rest
 from cbatch.batch.templates import as_data
 
 MAX_ROWS, MAX_CHARACTERS = 2**20, 32_767
-"""What Excel takes: rows of a sheet, with that of the names, and characters of a cell."""
+"""Limits of Excel: rows of a sheet, with that of the names, and characters of a cell."""
 
 _EXACT = 10**15
 """Numbers of Excel have 15 digits; a larger one is written as text."""

@@ -211,7 +211,7 @@ class Experiment:
 
 
 def turns(names: Iterable[str], rounds: int, on_progress: OnProgress) -> Iterator[tuple[int, str]]:
-    """What is to run by turns: the number of each round, from 0, with all names, in a random order of its own."""
+    """The order of turns: the number of each round, from 0, with all names, in a random order of its own."""
     names, rng = list(names), random.Random(0)
     for number in range(rounds):
         for name in rng.sample(names, len(names)):

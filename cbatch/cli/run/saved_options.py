@@ -54,7 +54,7 @@ class SavedOptionsCommand(ConfiguredCommand):
         return {name: value for name, value in parsed.items() if isinstance(value, bool | str | list)}
 
     def _words(self, path: Path, typed: Mapping[str, Any]) -> Iterator[str]:
-        """What would have to be typed, too. Raises ConfigError if the file cannot be read."""
+        """The words that would have to be typed, too. Raises ConfigError if the file cannot be read."""
         if not path.exists():
             return
         try:

@@ -268,7 +268,7 @@ class RunStats:
         return lines + ([f"replicas: {'; '.join(happened)}"] if happened else [])
 
     def prefix_advice(self, template: ColumnTemplate | None) -> str:
-        """What to do if prompts share little, although their template has much constant text; else empty."""
+        """Advice if prompts share little, although their template has much constant text; else empty."""
         share = self.cached_tokens / max(self.prompt_tokens, 1)
         behind = (template.constant_behind if template is not None else 0) or 0
         if behind < 200 or share >= 0.1 or self.rows - self.rows_from_cache < 2:  # else it would gain little
@@ -430,7 +430,7 @@ class RunProgress:
         return now["rows"], ", ".join(filter(None, first if self._in_lines else first + rest))
 
     def details(self) -> list[str]:
-        """What `state` left out, and the last row; nothing unless `in_lines`."""
+        """The figures that `state` left out, and the last row; nothing unless `in_lines`."""
         return [self._rest, self._last_row()] if self._in_lines else []
 
     def _last_row(self) -> str:

@@ -21,7 +21,7 @@ _ROWS, _CHANNELS = 16, 128
 
 
 class _Form(NamedTuple):
-    """What the kernels are compiled for: the FORM below. Of rows, how far each is from the next."""
+    """The constants that the kernels are compiled for: the FORM below. Of rows, how far each is from the next."""
 
     channels: int
     kernel: int

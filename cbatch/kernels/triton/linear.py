@@ -55,7 +55,7 @@ _INT8, _MXFP4, _NVFP4, _FP8 = map(tl.constexpr, (INT8, MXFP4, NVFP4, FP8))
 
 
 class Form(NamedTuple):
-    """What a kernel is compiled for of a matrix: the FORM of `multiply`.
+    """The constants of a matrix that a kernel is compiled for: the FORM of `multiply`.
 
     kind:  format of a packed matrix; -1 for numbers
     group: numbers of a column that share a scale

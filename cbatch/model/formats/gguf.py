@@ -92,7 +92,7 @@ class GgufModel:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """What the file's `general.sampling` keys ask for, by their names there."""
+        """The values of the file's `general.sampling` keys, by their names there."""
         begin = "general.sampling."
         given = {key.removeprefix(begin): value for key, value in self._metadata.items() if key.startswith(begin)}
         return {key: float(f"{one:.6g}") if isinstance(one, float) else one for key, one in given.items()}  # float32

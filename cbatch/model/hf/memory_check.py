@@ -41,7 +41,7 @@ def fits(plan: LoadPlan, device_map: DeviceMap) -> bool:
 
 
 def weight_bytes(plan: LoadPlan) -> int:
-    """What the weights take on their device, without the rounding of `--quantize`; 0 if the files have unusual names.
+    """Bytes of the weights on their device, without the rounding of `--quantize`; 0 if the files have unusual names.
 
     Raises ModelError if they cannot be had.
     """

@@ -101,7 +101,7 @@ def _why_no_linear(program: Program, module: str) -> str:
 
 
 def _part_of(low_rank: LowRank, weight: Weight) -> LowRank:
-    """What is added to a part of a matrix: stored rows, perhaps in another order, for its depth."""
+    """An addition to a part of a matrix: stored rows, perhaps in another order, for its depth."""
     up = low_rank.up if weight.rows is None else low_rank.up[weight.rows]
     down = low_rank.down if weight.depth is None else low_rank.down[:, slice(*weight.depth)]
     return LowRank(down, up if weight.factor == 1 else up * weight.factor)

@@ -14,7 +14,7 @@ from typing import Any
 from cbatch.base.params import Constraint
 
 _DIFFERS = re.compile(r"\[\[|&&|--|~~|\\[<>bBzZ]|\(\?[a-zA-Z-]")
-"""What means another thing in Rust's patterns than in Python's, and flags."""
+"""Signs that mean another thing in Rust's patterns than in Python's, and flags."""
 
 
 _MOST_BYTES = 2**14

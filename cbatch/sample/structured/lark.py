@@ -25,7 +25,7 @@ from cbatch.text.tokenizer import ChatTokenizer
 
 _log = logging.getLogger("cbatch")
 _told: set[str] = set()
-"""What the user of this process has been told of schemas."""
+"""Warnings of schemas that the user of this process has seen."""
 
 MAX_SOURCE = 1 << 20
 """Most characters of a schema, a pattern, a grammar or all choices together."""

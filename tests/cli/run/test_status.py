@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: on a terminal, in the file of --status-file, and after SIGUSR1."""
+"""The display of a run while it goes on: on a terminal, in the file of --status-file, and after SIGUSR1."""
 
 from __future__ import annotations
 

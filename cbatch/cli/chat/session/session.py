@@ -277,7 +277,7 @@ class Turn:
 
     @property
     def pick_hint(self) -> str:
-        """What picks one of the replies that stand side by side."""
+        """The command that picks one of the replies that stand side by side."""
         return f"/pick {self.first_compared} to {len(self.replies) - 1}"
 
     @property
