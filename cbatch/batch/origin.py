@@ -1,6 +1,6 @@
-"""The ingredients of the keys of an output, in a small file beside it, so that a later run can say why keys differ.
+"""The ingredients of the keys of a run, which it keeps (see `run_record`) so that a later one can say why keys differ.
 
-Nothing but messages depends on it: without the file, they name all that may have changed.
+Nothing but messages depends on them: without them, messages name all that may have changed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,6 @@ from cbatch.schedule.limits import SequenceLimits
 
 MAX_SHOWN = 40
 """Characters of the longest value that is kept as it is; of others, a hash."""
-
-
-def origin_path(output: Path) -> Path:
-    """Where it is kept for an output."""
-    return output.with_name(f".{output.name}.cbatch-origin")
 
 
 def origin_of(model: Mapping[str, str], limits: SequenceLimits, options: RowOptions, template: str | None) -> Origin:
@@ -60,18 +55,3 @@ def _shown(value: Any) -> str:
         return NONE
     text = value if isinstance(value, str) else json.dumps(value, default=str, sort_keys=True)
     return text if len(text) <= MAX_SHOWN else f"#{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
-
-
-def read_origin(output: Path) -> Origin:
-    """The ingredients that are kept for an output; empty if nothing is."""
-    with suppress(OSError, ValueError):
-        found: Any = json.loads(origin_path(output).read_text())
-        if isinstance(found, dict) and all(isinstance(part, dict) for part in found.values()):
-            return found
-    return {}
-
-
-def write_origin(output: Path, origin: Origin) -> None:
-    """Keeps it. A disk that is full, or a folder that takes no file, only costs what it would say."""
-    with suppress(OSError):  # also of a name that is too long with what is added
-        origin_path(output).write_text(json.dumps(origin, indent=1) + "\n")

@@ -26,9 +26,9 @@ from cbatch.base.errors import (
 from cbatch.batch.driver import RowStream
 from cbatch.batch.journal import SUPERSEDED, Journal, with_check
 from cbatch.batch.lines import Line, checked_lines
-from cbatch.batch.origin import origin_path
 from cbatch.batch.resume import KEEP, Keyed, ResumePlan, Resuming, plan_resume
 from cbatch.batch.row import Row
+from cbatch.batch.run_record import remove_record
 from cbatch.batch.token_journal import is_token_journal, remove_token_journal, token_journal_of
 
 SYNC_SECONDS = 0.5
@@ -304,7 +304,7 @@ class FileWriter(RowWriter):
             if self._is_new and not os.fstat(self._fd).st_size:
                 self._path.unlink(missing_ok=True)
                 if not self.final_path.exists():
-                    origin_path(self.final_path).unlink(missing_ok=True)
+                    remove_record(self.final_path)
             else:
                 self._sync()
         finally:

@@ -40,8 +40,8 @@ def convert(
     ends with a torn row, which is left out.
     """
     from cbatch.batch.journal import StoredRows
-    from cbatch.batch.origin import read_origin, write_origin
     from cbatch.batch.row import Row
+    from cbatch.batch.run_record import read_record, write_record
     from cbatch.batch.tables.table_writer import TableWriter, open_results
 
     path, read = Path(target), Path(source)
@@ -65,8 +65,9 @@ def convert(
             except BaseException:
                 output.start()  # without rows, so that nothing stays beside OUT
                 raise
-    if origin := read_origin(read.resolve()):
-        write_origin(path.resolve(), origin)
+    if record := read_record(read.resolve()):
+        record.get("options", {}).pop("output_format", None)
+        write_record(path.resolve(), **record)
     if not quiet:
         notice(f"{target}: {format_count(len(stored), 'row')}")
     if stored.journal.torn:

@@ -12,9 +12,10 @@ from cbatch.base.errors import ConfigError, ReaderGone
 from cbatch.base.units import format_count, word_for
 from cbatch.batch.driver import BatchDriver
 from cbatch.batch.lines import LATIN1_HINT, Line, RowOptions, parse_line
-from cbatch.batch.origin import origin_of, read_origin, write_origin
+from cbatch.batch.origin import origin_of
 from cbatch.batch.resume import ResumePlan, Resuming
 from cbatch.batch.row import Row
+from cbatch.batch.run_record import read_record, write_record
 from cbatch.batch.tables.row_input import RowInput
 from cbatch.batch.writer import FileWriter, RowWriter, run_stream
 from cbatch.cli.common.console import Details, ProgressState, no_details, notice
@@ -118,7 +119,7 @@ def _prepare_file(
     origin = origin_of(driver.model_parts, driver.limits.sequence, row_options, options.template)
     if not (options.resume and output.has_content):
         output.start()
-        write_origin(output.final_path, origin)
+        write_record(output.final_path, keys=origin)
         return source.lines(), ResumePlan()
     journal = output.journal()
     first, again = source.read_twice()
@@ -139,10 +140,10 @@ def _prepare_file(
             options.recompute_changed,
             limit,
             lambda line: parse_line(line, row_options).extra,
-            partial(explain_difference, now=origin, then=read_origin(output.final_path)),
+            partial(explain_difference, now=origin, then=read_record(output.final_path).get("keys")),
         )
         plan = output.resume(journal, first, keyed, how)
-        write_origin(output.final_path, origin)
+        write_record(output.final_path, keys=origin)
     if not plan.fits:
         output.resume_with = "--resume --recompute-changed"
     if options.quiet:

@@ -1,11 +1,10 @@
-"""The options of a run, in a hidden file beside its output, so that resuming and verifying it need none of them again.
+"""The options of a run in its record (see `run_record`), so that resuming and verifying it need none of them again.
 
 They are kept as they are typed, by the names of Click's parameters. Files are named by their whole paths.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping
@@ -15,9 +14,9 @@ from typing import Any
 
 import click
 
-from cbatch.base.errors import ConfigError, os_errors_as
 from cbatch.base.option import Option
 from cbatch.batch.forms import is_remote
+from cbatch.batch.run_record import read_record, record_path, write_record
 from cbatch.cli.common.configured_command import ConfiguredCommand
 from cbatch.cli.common.console import notice
 
@@ -28,11 +27,11 @@ _NOT_KEPT = {
 """Options that are for one start of a run."""
 
 _TAKEN, _GIVEN = f"{__name__}.taken", f"{__name__}.given"
-"""Keys of a context's `meta`: the words that were taken from the file, and what was given, these words included."""
+"""Keys of a context's `meta`: the words that were taken from the record, and what was given, these words included."""
 
 
 class SavedOptionsCommand(ConfiguredCommand):
-    """Takes the options that are not given from the file beside an output, if there is one."""
+    """Takes the options that are not given from the record of an output, if there is one."""
 
     input, resumes, ignores = "input", "resume", ""
     """Parameters: what names the input, the flag that is needed to take anything, and one that keeps it from that."""
@@ -41,7 +40,7 @@ class SavedOptionsCommand(ConfiguredCommand):
         if ctx.parent is None or ctx.resilient_parsing:  # /run in a chat has a model already
             return super().parse_args(ctx, args)
         typed = self._typed(ctx, args)
-        path = _saved_path(typed.get("output", "-"))
+        path = _recorded(typed.get("output", "-"))
         is_other = self.input in typed and path is not None and not _has_rows(Path(typed["output"]))  # a new run
         if is_other or self.ignores in typed or (self.resumes and not typed.get(self.resumes)):
             path = None
@@ -53,17 +52,11 @@ class SavedOptionsCommand(ConfiguredCommand):
         parsed = self.make_parser(ctx).parse_args(list(args))[0]
         return {name: value for name, value in parsed.items() if isinstance(value, bool | str | list)}
 
-    def _words(self, path: Path, typed: Mapping[str, Any]) -> Iterator[str]:
-        """The words that would have to be typed, too. Raises ConfigError if the file cannot be read."""
-        if not path.exists():
+    def _words(self, output: Path, typed: Mapping[str, Any]) -> Iterator[str]:
+        """The words that would have to be typed, too. Raises ConfigError if the record cannot be read."""
+        saved = read_record(output).get("options")
+        if saved is None:
             return
-        try:
-            with os_errors_as(ConfigError, f"Cannot read {path}"):
-                saved = dict(json.loads(path.read_text()))
-        except (ValueError, TypeError):
-            raise ConfigError(
-                f"{path}, which holds the options of the run, is damaged; remove it, and give them again."
-            ) from None
         saved[self.input] = saved.pop("input", "-")
         for one in self.params:
             value = saved.get(one.name or "")
@@ -80,7 +73,7 @@ class SavedOptionsCommand(ConfiguredCommand):
 
 
 def tell_taken_options() -> None:
-    """Says what was taken from the file, as it would be typed."""
+    """Says what was taken from the record, as it would be typed."""
     if taken := click.get_current_context().meta.get(_TAKEN):
         notice(f"with the options of the earlier run: {shlex.join(taken)}")
 
@@ -88,29 +81,22 @@ def tell_taken_options() -> None:
 def save_options(output: str) -> None:
     """Writes the options of the command that runs now. Raises ConfigError if that cannot be done."""
     ctx = click.get_current_context()
-    if (path := _saved_path(output)) is None:
+    if (path := _recorded(output)) is None:
         return
     given, kept = ctx.meta[_GIVEN], {}
     for one in ctx.command.params:
         if one.name in given and one.name not in _NOT_KEPT:
             value = given[one.name]
             kept[one.name] = [_whole(one, each) for each in value] if isinstance(value, list) else _whole(one, value)
-    partial, text = path.with_name(f"{path.name}.new"), json.dumps(kept, indent=1) + "\n"
-    with os_errors_as(ConfigError, f"Cannot write {path}"):
-        if not (path.exists() and path.read_text() == text):
-            partial.write_text(text)
-            partial.replace(path)
+    write_record(path, options=kept)
 
 
-def _saved_path(output: str) -> Path | None:
-    """Where the options of a run lie; None for an output that is not a local file, and for names without room."""
+def _recorded(output: str) -> Path | None:
+    """The output as one that a record lies beside; None if it is not a local file."""
     if output == "-" or is_remote(output):
         return None
     path = Path(os.path.realpath(output))
-    is_short = len(os.fsencode(path.name)) < 200
-    return (
-        path.with_name(f".{path.name}.cbatch-options") if is_short and (path.is_file() or not path.exists()) else None
-    )
+    return path if record_path(path) is not None and (path.is_file() or not path.exists()) else None
 
 
 def _has_rows(output: Path) -> bool:

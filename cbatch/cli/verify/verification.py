@@ -14,8 +14,9 @@ from cbatch.batch.driver import BatchDriver
 from cbatch.batch.forms import unit_of
 from cbatch.batch.journal import StoredRow, StoredRows
 from cbatch.batch.lines import Line, RowOptions, checked_lines
-from cbatch.batch.origin import origin_of, read_origin
+from cbatch.batch.origin import origin_of
 from cbatch.batch.row import Row
+from cbatch.batch.run_record import read_record
 from cbatch.batch.tables.row_input import RowInput
 from cbatch.batch.writer import RowWriter, run_stream
 from cbatch.cli.common.console import show_progress
@@ -34,7 +35,8 @@ def verify_rows(driver: BatchDriver, options: VerifyOptions, source: RowInput, s
     row_options = options.run.row_options()
     wanted = (line for line in checked_lines(source.lines()) if line.index in rows)
     origin = origin_of(driver.model_parts, driver.limits.sequence, row_options, options.run.template)
-    explain = partial(explain_difference, now=origin, then=read_origin(Path(options.run.output).resolve()))
+    then = read_record(Path(options.run.output).resolve()).get("keys")
+    explain = partial(explain_difference, now=origin, then=then)
     lines = _fitting(driver, row_options, list(islice(wanted, len(rows))), rows, report, explain)
     alone, together = (driver.open(row_options, window=window) for window in (1, None))
     mixed = random.Random(options.sample_seed).sample(lines, len(lines))  # rows get other neighbours

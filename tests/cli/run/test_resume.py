@@ -157,7 +157,7 @@ def test_a_signal_during_the_final_ordering(done: Command, whole: bytes, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "row", lambda self, number: signal.raise_signal(signal.SIGINT) or b"")
         assert done("--resume") == 130
-    assert done.data == mixed and len(list(done.folder.iterdir())) == 5
+    assert done.data == mixed and len(list(done.folder.iterdir())) == 4
     assert done("--resume") == 1 and done.data == whole
 
 
@@ -397,7 +397,7 @@ def test_the_cause_of_another_key_is_said(command: Command, tmp_path: Path) -> N
     template.write_text("Say {{ prompt }}")
     command.write([{**rows[0], "prompt": "other"}, rows[1]])
     assert cause() == "1 made with another id, prompt, field or LoRA adapter of the line"
-    (command.folder / f".{command.out.name}.cbatch-origin").write_text("[")
+    (command.folder / f".{command.out.name}.cbatch-run").unlink()
     assert cause().startswith("1 made with another input, another --system")
     assert command("--resume", "--recompute-changed") == 0
     assert cause("--seed", "1").startswith("2 made with different --seed")

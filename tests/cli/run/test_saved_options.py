@@ -57,9 +57,14 @@ def test_verify_needs_no_options(cut: Command) -> None:
 
 def test_a_new_run_takes_nothing(cut: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a new output that has the name of a removed one, and input that is named as a pipe."""
-    saved = cut.folder / ".out.jsonl.cbatch-options"
+    saved = cut.folder / ".out.jsonl.cbatch-run"
     cut.out.unlink()
-    assert cut("--resume") == 0 and json.loads(saved.read_text()).keys() == {"input", "model", "dtype", "stats"}
+    assert cut("--resume") == 0 and json.loads(saved.read_text())["options"].keys() == {
+        "input",
+        "model",
+        "dtype",
+        "stats",
+    }
     monkeypatch.setattr(sys, "stdin", StringIO())
     sys.stdin.buffer = open("/dev/null", "rb")  # type: ignore[misc]  # noqa: SIM115, PTH123
     assert run_command(["run", "-", "--resume", "-o", str(cut.out)]) == 2
@@ -68,6 +73,6 @@ def test_a_new_run_takes_nothing(cut: Command, monkeypatch: pytest.MonkeyPatch) 
 
 def test_damaged_options_are_told(cut: Command) -> None:
     """Guards against a run with half of its options."""
-    (cut.folder / ".out.jsonl.cbatch-options").write_text('{"input": "a')
+    (cut.folder / ".out.jsonl.cbatch-run").write_text('{"input": "a')
     assert run_command(["run", "--resume", "-o", str(cut.out)]) == 2
     assert "is damaged; remove it" in cut.said()
