@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import os
 import re
 import tempfile
 import zlib
@@ -17,22 +18,24 @@ from urllib.parse import unquote, urlsplit
 from cbatch.base.errors import ConfigError
 from cbatch.extras import missing_package
 
-InputForm = Literal["jsonl", "text", "csv", "tsv", "json", "parquet", "xlsx"]
-OutputForm = Literal["jsonl", "csv", "tsv", "json", "parquet", "xlsx"]
+InputForm = Literal["jsonl", "text", "csv", "tsv", "json", "parquet", "xlsx", "sqlite"]
+OutputForm = Literal["jsonl", "csv", "tsv", "json", "parquet", "xlsx", "sqlite"]
 Compression = Literal["gz", "zst"]
 
 INPUT_FORMS: tuple[InputForm, ...] = get_args(InputForm)
 OUTPUT_FORMS: tuple[OutputForm, ...] = get_args(OutputForm)
 
-TABLES = frozenset(["csv", "tsv", "parquet", "xlsx"])
+TABLES = frozenset(["csv", "tsv", "parquet", "xlsx", "sqlite"])
 """Forms whose rows have columns that the file names once."""
 
 BLANKS = frozenset(["csv", "tsv", "xlsx"])
 """Forms in which null and empty text are the same empty cell."""
 
+_DATABASES: tuple[str, ...] = ("sqlite", "sqlite3", "db")
 _FORMS: dict[str, OutputForm] = {
     **{"jsonl": "jsonl", "ndjson": "jsonl", "csv": "csv", "tsv": "tsv", "tab": "tsv", "json": "json"},
     **{"parquet": "parquet", "pq": "parquet", "xlsx": "xlsx"},
+    **dict.fromkeys(_DATABASES, "sqlite"),
 }
 _INPUTS: dict[str, InputForm] = {**_FORMS, "txt": "text"}
 _COMPRESSIONS: dict[str, Compression] = {"gz": "gz", "zst": "zst", "zstd": "zst"}
@@ -73,7 +76,30 @@ def unit_of(form: InputForm) -> str:
     return "line" if form in ("jsonl", "text") else "row"
 
 
+RESULTS_TABLE = "results"
+"""The table of a database that an output is, unless its name says another."""
+
+
+def split_table(name: str) -> tuple[str, str | None]:
+    """The name of a file, and that of a table of the database or a sheet of the workbook: `shop.db#reviews`.
+
+    The second is None if none is named, and for a file whose own name has the #.
+    """
+    file, _, table = name.rpartition("#")
+    if file and table and _endings(file)[0] in (*_DATABASES, "xlsx") and (is_remote(name) or not Path(name).exists()):
+        return file, table
+    return name, None
+
+
+def resolved(name: str) -> Path:
+    """The path of a file without links, and the table behind it."""
+    file, table = split_table(name)
+    path = Path(os.path.realpath(file))
+    return path if table is None else path.with_name(f"{path.name}#{table}")
+
+
 def _endings(name: str) -> tuple[str, Compression | None]:
+    name = split_table(name)[0]
     *_, form, ending = ["", "", *(one[1:] for one in Path(file_name(name).lower()).suffixes)]
     found = _COMPRESSIONS.get(ending)
     return (form if found else ending), found
@@ -144,10 +170,13 @@ def compressed(file: IO[bytes], kind: Compression | None) -> IO[bytes]:
 
 def check_output(form: OutputForm, kind: Compression | None) -> None:
     """Raises ConfigError if what is needed to write such a file is not installed, or it is no form at all."""
-    if form in ("parquet", "xlsx"):
-        import_package(*("pyarrow", "Parquet needs") if form == "parquet" else ("openpyxl",))
-        if kind is not None:
-            raise ConfigError(f"A {form} file is compressed inside: give the output a name that ends with .{form}.")
+    if form == "parquet":
+        import_package("pyarrow", "Parquet needs")
+    if form == "xlsx":
+        import_package("openpyxl")
+    if form in ("parquet", "xlsx", "sqlite") and kind is not None:
+        why = "a database cannot be" if form == "sqlite" else f"a {form} file is compressed inside"
+        raise ConfigError(f"The output is not compressed: {why}; leave out .{kind} in its name.")
     if kind == "zst" and _own_zstd() is None:
         import_package("pyarrow", "zstd needs")
 

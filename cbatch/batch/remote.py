@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from cbatch.base.errors import CbatchError, ConfigError, RunFailed, in_short
 from cbatch.base.run_folder import RunFolder
 from cbatch.base.user_folders import user_folder
-from cbatch.batch.forms import file_name
+from cbatch.batch.forms import file_name, split_table
 from cbatch.batch.writer import FileWriter
 from cbatch.extras import missing_package
 
@@ -44,29 +44,34 @@ class RemoteOutput:
     """The local file of an output, whose name is a function of the address: a later run finds what this one leaves.
 
     path: of the local file
+    name: its path, with the table of a database
     """
 
     def __init__(self, address: str) -> None:
         """Raises ConfigError if nothing can be written there."""
         self._address = address
-        self._system, self._path = _file_system(address)
+        file, table = split_table(address)
+        self._system, self._path = _file_system(file)
         if urlsplit(address).scheme in ("http", "https"):
             raise ConfigError(f"Cannot write {address}: a web server takes no files; use s3://, gs:// or a local file.")
         key = hashlib.blake2b(address.encode(), digest_size=8).hexdigest()
         self._folder = user_folder("STATE") / "outputs" / key
-        self.path = self._folder / file_name(address)
+        self.path = self._folder / file_name(file)
+        self.name = f"{self.path}#{table}" if table is not None else str(self.path)
 
-    def prepare(self, *, resume: bool, overwrite: bool) -> None:
+    def prepare(self, *, resume: bool, overwrite: bool, has_others: bool) -> None:
         """Fetches what is there, for a run that goes on with it. Raises ConfigError if it is neither to go on nor away.
 
         A local file that an earlier run has left is newer than what is there.
+
+        has_others: whether it may have other tables, which stay
         """
         with _errors_as(ConfigError, f"Cannot write {self._address}"):
             has_content = self._system.exists(self._path) and self._system.size(self._path) != 0
             if has_content and not (resume or overwrite):
                 raise ConfigError(f"{self._address} exists and is not empty; {FileWriter.if_not_empty}.")
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if has_content and resume and not self.path.exists():
+            if has_content and ((resume and not self.path.exists()) or (overwrite and has_others)):
                 self._system.get_file(self._path, str(self.path))
 
     def upload(self) -> None:

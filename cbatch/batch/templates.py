@@ -5,6 +5,7 @@ Lines of JSON, so that they are read, keyed and resumed exactly like the rows of
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os.path
@@ -204,7 +205,14 @@ def _templated(row: object, columns: Mapping[str, Any], template: RowTemplate) -
 
 
 def as_data(value: Any) -> Any:
-    """A value in the types of JSON: what is missing, infinite or not a number as null, other things as text."""
+    """A value in the types of JSON: what is missing, infinite or not a number as null, other things as text.
+
+    Many writers store text without saying that it is text, so bytes are text if they are UTF-8, and else base64.
+    """
+    if isinstance(value, bytes):
+        with suppress(UnicodeDecodeError):
+            return value.decode()
+        return base64.b64encode(value).decode()
     if isinstance(value, Mapping):
         return {str(plain(name)): as_data(item) for name, item in value.items()}
     if isinstance(value, date | time):

@@ -9,6 +9,7 @@ import select
 import time
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Self
 
@@ -184,8 +185,7 @@ class FileWriter(RowWriter):
     def _open_ordered(self) -> IO[bytes]:
         """Opens a new file for the ordered rows. Removes one that a killed run left; never follows a link."""
         self._ordered_path.unlink(missing_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        return os.fdopen(os.open(self._ordered_path, flags, 0o600), "wb", 2**20)
+        return open(self._ordered_path, "xb", 2**20, opener=partial(os.open, mode=0o600))
 
     def _lock(self) -> None:
         with suppress(BlockingIOError):
@@ -303,7 +303,7 @@ class FileWriter(RowWriter):
         try:
             if self._is_new and not os.fstat(self._fd).st_size:
                 self._path.unlink(missing_ok=True)
-                if not self.final_path.exists():
+                if not self.has_content:
                     remove_record(self.final_path)
             else:
                 self._sync()

@@ -18,7 +18,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["out.csv", "out.tsv.gz", "out.json", "out.parquet", "out.xlsx", "out.jsonl.gz"])
+@pytest.mark.parametrize("name", [f"out.{form}" for form in "csv tsv.gz json parquet xlsx db jsonl.gz".split()])
 def test_there_and_back(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards rows of all kinds through each form: the same bytes come back, and verify takes what is between."""
     if name.endswith(("parquet", "xlsx")):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator, Mapping
 from datetime import time
 from typing import IO, Any
@@ -76,15 +75,7 @@ def _values(column: Any) -> list[Any]:
         column = column.cast(pyarrow.string())
         if not is_decimal:
             column = compute.replace_substring_regex(column, pattern=_ZERO_FRACTION, replacement=r"\1")
-    return [_text(value) if isinstance(value, bytes) else as_data(value) for value in column.to_pylist()]
-
-
-def _text(value: bytes) -> str:
-    """Many writers store text without saying that it is text. Other bytes become base64."""
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        return base64.b64encode(value).decode()
+    return [as_data(value) for value in column.to_pylist()]
 
 
 def write_parquet(file: IO[bytes], columns: list[Column], rows: Rows, types: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Reads the rows of an input: JSON Lines, text, CSV, TSV, a JSON array, Parquet or a workbook, compressed or not.
+"""Reads the rows of an input: JSON Lines, text, CSV, TSV, a JSON array, Parquet, a workbook or a database.
 
 Rows of tables become lines of JSON, so that they are keyed, sent to replicas and resumed like the lines of a file.
 """
@@ -26,11 +26,13 @@ from cbatch.batch.forms import (
     Shard,
     decompressed,
     first_bytes,
+    split_table,
     unit_of,
 )
 from cbatch.batch.lines import BOM, Line, LineSpool, read_lines
 from cbatch.batch.tables.columns import TableRow, as_text, carried_columns, earlier_error, is_result
 from cbatch.batch.tables.csv_table import CsvTable
+from cbatch.batch.tables.database import DatabaseTable
 from cbatch.batch.tables.json_array import NO_ARRAY, read_array
 from cbatch.batch.tables.parquet_table import ParquetTable
 from cbatch.batch.tables.workbook import WorkbookTable
@@ -46,7 +48,7 @@ def line_of(row: TableRow, template: ColumnTemplate | None, *, is_text: bool = F
     """The line `{"columns": ..., "row": ...}` of a row (see `parse_line`). Never raises for a row.
 
     template: makes the prompt; without one, the columns are the fields of a row, as those of a line of JSON
-    is_text:  all values are text, so those of fields that are no text are read as JSON
+    is_text:  cells have no lists and truth values, so texts in those of fields that are no text are read as JSON
     """
     columns, error, is_empty = row.columns, row.error, False
     fields: dict[str, Any] = {}
@@ -57,7 +59,7 @@ def line_of(row: TableRow, template: ColumnTemplate | None, *, is_text: bool = F
             if problem is not None:
                 raise invalid_row(problem)
         if is_text:
-            columns = {name: text for name, text in columns.items() if text or name not in ID_FIELDS}
+            columns = {name: text for name, text in columns.items() if text != "" or name not in ID_FIELDS}
         if error is None and template is not None:
             if isinstance(template, PromptTemplate):  # shows values as they are
                 fields = {"prompt": template.render({name: as_text(value) for name, value in columns.items()})}
@@ -108,7 +110,8 @@ def _fields(columns: Mapping[str, Any], *, is_text: bool) -> dict[str, Any]:
         if name not in KNOWN and name not in REFUSED:
             fields[name] = value
         elif value is not None and not (is_text and value == ""):
-            fields[name] = _value(value) if is_text and name not in _TEXTS else value
+            is_json = is_text and isinstance(value, str) and name not in _TEXTS
+            fields[name] = _value(value) if is_json else value
     return fields
 
 
@@ -126,6 +129,7 @@ def _value(text: str) -> Any:
 _MISTAKES = {
     b"PAR1": "it is a Parquet file: --format parquet reads it",
     b"PK\x03\x04": "it is a zip archive or a workbook: unpack it, or read the workbook with --format xlsx",
+    b"SQLite format 3\0": "it is an SQLite database: --format sqlite reads it",
     b"BZh": "it is compressed with bzip2: unpack it, or compress it with gzip or zstd",
     b"\xfd7zXZ": "it is compressed with xz: unpack it, or compress it with gzip or zstd",
 }
@@ -138,15 +142,23 @@ _PAGE = re.compile(rb"\s*<(!doctype\s+)?html\b", re.IGNORECASE)
 _ARRAY = re.compile(rb"\s*\[\s*(?:\{|\n)")
 
 
-Table = CsvTable | ParquetTable | WorkbookTable
+Table = CsvTable | ParquetTable | WorkbookTable | DatabaseTable
 
 
-def open_table(stream: IO[bytes], name: str, form: InputForm, delimiter: str | None = None) -> Table:
-    """A table of a form in `TABLES`. Raises ConfigError if it is none.  delimiter: of CSV; see `CsvTable`"""
+def open_table(
+    stream: IO[bytes], name: str, form: InputForm, table: str | None = None, delimiter: str | None = None
+) -> Table:
+    """A table of a form in `TABLES`. Raises ConfigError if it is none.
+
+    table:     name of the table of a database or the sheet of a workbook
+    delimiter: of CSV; see `CsvTable`
+    """
     if form == "parquet":
         return ParquetTable(stream, name)
     if form == "xlsx":
-        return WorkbookTable(stream, name)
+        return WorkbookTable(stream, name, table)
+    if form == "sqlite":
+        return DatabaseTable(decompressed(stream), name, table)
     return CsvTable(decompressed(stream), name, "\t" if form == "tsv" else delimiter)
 
 
@@ -154,6 +166,7 @@ class RowInput:
     """An input of rows. A table, and a file that can be read twice, is looked at when it is opened.
 
     names: of the columns, if it is a table
+    table: the name of the database's table; empty of other forms
     types: types of the columns as pyarrow has them; empty unless the input is Parquet
     template: makes the prompts; None if rows have them
     """
@@ -180,9 +193,10 @@ class RowInput:
         table = self._table = self._open_table() if form in TABLES or self._start is not None else None
         if table is not None and (problem := missing_columns(table.names, template)) is not None:
             raise ConfigError(f"{name} {problem}.")
+        self.table = table.table if isinstance(table, DatabaseTable) else ""
         self.names: list[str] = table.names if table is not None else []
         self.types: dict[str, Any] = table.types if isinstance(table, ParquetTable) else {}
-        self._num_rows = table.num_rows if isinstance(table, ParquetTable) else None
+        self._num_rows = table.num_rows if isinstance(table, ParquetTable | DatabaseTable) else None
 
     def lines(self) -> Iterator[Line]:
         """The lines from the beginning; only once, unless the stream can be read again (see `read_twice`)."""
@@ -190,7 +204,7 @@ class RowInput:
             return self._text_lines()
         table, self._table = self._table or self._open_table(), None
         assert table is not None
-        is_text = isinstance(table, CsvTable)
+        is_text = not isinstance(table, ParquetTable)
         return (line_of(row, self.template, is_text=is_text) for row in table.rows() if row.index in self._shard)
 
     def read_twice(self) -> tuple[Iterator[Line], Callable[[], Iterator[Line]]]:
@@ -245,8 +259,8 @@ class RowInput:
         """The input from its beginning. Raises ValueError if its first bytes are those of another form."""
         if self._start is not None:
             self.stream.seek(self._start)
-        if self._form in ("parquet", "xlsx"):
-            return open_table(self.stream, self.name, self._form)
+        if self._form in ("parquet", "xlsx", "sqlite"):
+            return open_table(self.stream, self.name, self._form, split_table(self.name)[1])
         stream = decompressed(self.stream)
         head = first_bytes(stream, HEAD_BYTES)
         text = head.removeprefix(BOM)

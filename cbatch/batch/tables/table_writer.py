@@ -16,12 +16,24 @@ from pathlib import Path
 from typing import IO, Any
 
 from cbatch.base.errors import ConfigError, os_errors_as
-from cbatch.batch.forms import BLANKS, READ_ERRORS, Compression, OutputForm, check_output, compressed, decompressed
+from cbatch.batch.forms import (
+    BLANKS,
+    READ_ERRORS,
+    RESULTS_TABLE,
+    Compression,
+    OutputForm,
+    check_output,
+    compressed,
+    decompressed,
+    resolved,
+    split_table,
+)
 from cbatch.batch.journal import Journal
 from cbatch.batch.lines import Line
 from cbatch.batch.resume import KEEP, Keyed, ResumePlan, Resuming
-from cbatch.batch.tables.columns import ALWAYS, Rows, TableLayout, TableRow, is_result
+from cbatch.batch.tables.columns import ALWAYS, Column, Rows, TableLayout, TableRow, is_result
 from cbatch.batch.tables.csv_table import write_csv
+from cbatch.batch.tables.database import has_table, write_database
 from cbatch.batch.tables.json_array import read_array, write_array
 from cbatch.batch.tables.parquet_table import write_parquet
 from cbatch.batch.tables.restored import restored
@@ -37,7 +49,7 @@ def open_results(path: Path, form: OutputForm) -> IO[bytes]:
     Raises ConfigError if it cannot be read, or is a table of something else.
     """
     with ExitStack() as opened, os_errors_as(ConfigError, f"Cannot read {path}"):
-        file = opened.enter_context(path.open("rb"))
+        file = opened.enter_context(Path(split_table(str(path))[0]).open("rb"))
         try:
             rows = decompressed(file) if form == "jsonl" else _restored_lines(file, str(path), form)
             if rows is file:
@@ -69,7 +81,8 @@ def result_rows(file: IO[bytes], name: str, form: OutputForm) -> Iterator[TableR
         rows: Iterator[TableRow] = chain(filter(None, [first]), found)
         names = first.columns if first is not None else ALWAYS
     else:
-        table = open_table(file, name, form, ",")
+        wanted = table_of(Path(name)) if form == "sqlite" else None
+        table = open_table(file, name, form, wanted, ",")
         rows, names = table.rows(), table.names
     if not {"index", "text", "key"} <= set(names):
         raise ConfigError(f"{name} is not a table of results.")
@@ -101,12 +114,16 @@ class TableWriter(FileWriter):
         Raises ConfigError if the files cannot be written, another run writes them, or an extra is not installed.
         """
         check_output(form, compression)
-        require_file(path)
-        self._table_path = path.resolve()
+        file, table = split_table(str(path))
+        if table is not None and form != "sqlite":
+            raise ConfigError(f"Cannot write {path}: only a database has several tables.")
+        require_file(Path(file))
+        self._table_path, self._file = resolved(str(path)), resolved(file)
         self._form, self._compression, self._types, self._expand = form, compression, types or {}, expand
         self._is_complete = False
         self._rows: IO[bytes] = io.BytesIO()
         """Those of a finished table."""
+        self._has_table = has_results(self._table_path, form)
         super().__init__(journal_of(self._table_path), input_order=input_order)
         self._name = self._place = str(self._path if path.is_symlink() else journal_of(path))
         self._final_name, self.final_path = str(path), self._table_path
@@ -114,7 +131,7 @@ class TableWriter(FileWriter):
 
     @property
     def has_content(self) -> bool:
-        return self._has_journal or (self._table_path.is_file() and self._table_path.stat().st_size > 0)
+        return self._has_journal or self._has_table
 
     def journal(self) -> Journal:
         """Reads the journal; or, if there is none because the table is finished, what the table was made of."""
@@ -140,7 +157,7 @@ class TableWriter(FileWriter):
         """Puts the rows of the table into the journal at once, so that a kill leaves all of them or none."""
         self._rows.seek(0)
         with os_errors_as(ConfigError, f"Cannot write {self._name}"):
-            with self._replacing(self._path, self._table_path.stat()) as target:
+            with self._replacing(self._path, self._file.stat()) as target:
                 shutil.copyfileobj(self._rows, target)
             made = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
             try:
@@ -157,9 +174,14 @@ class TableWriter(FileWriter):
 
     def _complete(self, raise_if_interrupted: Callable[[], None]) -> None:
         rows = partial(self._ordered_rows, raise_if_interrupted)
-        like = self._table_path if self._table_path.exists() else self._path
-        with self._replacing(self._table_path, like.stat()) as target:
-            write_results(target, self._form, self._compression, rows, self._types, self._expand)
+        if self._form == "sqlite" and self._file.exists():  # others may read and write it, and it has their tables
+            write_database(self._file, table_of(self._table_path), _columns_of(rows, self._expand), rows)
+        else:
+            like = self._file if self._file.exists() else self._path
+            with self._replacing(self._file, like.stat()) as target:
+                table = table_of(self._table_path)
+                write_results(target, self._form, self._compression, rows, self._types, self._expand, table)
+        self._has_table = True
         self._path.unlink()
 
 
@@ -170,24 +192,42 @@ def write_results(
     rows: Rows,
     types: Mapping[str, Any],
     expand: Sequence[str] | None = None,
+    table: str = RESULTS_TABLE,
 ) -> None:
-    """Writes rows of results in some form.  types, expand: see `TableWriter`"""
+    """Writes rows of results in some form.  types, expand: see `TableWriter`; table: of a database"""
     if form == "jsonl":
         with closing(compressed(file, kind)) as target:
             target.writelines(rows())
         return
-    layout = TableLayout(expand)
-    for row in rows():
-        layout.add(json.loads(row))
-    columns = layout.columns()
+    columns = _columns_of(rows, expand)
     if form == "parquet":
         write_parquet(file, columns, rows, types)
+    elif form == "sqlite":
+        write_database(Path(file.name), table, columns, rows)
     elif form == "xlsx":
         write_workbook(file, columns, rows)
     elif form == "json":
         write_array(file, kind, columns, rows)
     else:
         write_csv(file, form, kind, columns, rows)
+
+
+def _columns_of(rows: Rows, expand: Sequence[str] | None) -> list[Column]:
+    layout = TableLayout(expand)
+    for row in rows():
+        layout.add(json.loads(row))
+    return layout.columns()
+
+
+def table_of(path: Path) -> str:
+    """The table that a database gets or has of results."""
+    return split_table(str(path))[1] or RESULTS_TABLE
+
+
+def has_results(path: Path, form: OutputForm) -> bool:
+    """Whether something stands at the place of a finished output. Raises ConfigError if it can be none."""
+    file = Path(split_table(str(path))[0])
+    return file.is_file() and file.stat().st_size > 0 and (form != "sqlite" or has_table(file, table_of(path)))
 
 
 def journal_of(table: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Workbooks of Excel (.xlsx): the first sheet of one is read, row by row, and one of a single sheet is written."""
+"""Workbooks of Excel (.xlsx): a sheet of one is read, row by row, and one of a single sheet is written."""
 
 from __future__ import annotations
 
@@ -25,14 +25,21 @@ _ESCAPE = re.compile(r"_x([0-9A-Fa-f]{4})_")
 
 
 class WorkbookTable:
-    """The rows of the first sheet; the first one names the columns. Formulas count as the values they had last."""
+    """The rows of a sheet; the first one names the columns. Formulas count as the values they had last."""
 
-    def __init__(self, stream: IO[bytes], name: str) -> None:
-        """Raises ConfigError if openpyxl is not installed, the file is no workbook, or it names no columns."""
+    def __init__(self, stream: IO[bytes], name: str, sheet: str | None) -> None:
+        """
+        sheet: its name; None: the first one
+
+        Raises ConfigError if openpyxl is not installed, the file is no workbook, or there are no such sheet or names.
+        """
         openpyxl = import_package("openpyxl")
         try:
             book = openpyxl.load_workbook(seekable(stream), read_only=True, data_only=True)
-            self._rows: Iterator[tuple[Any, ...]] = book.worksheets[0].iter_rows(values_only=True)
+            found = [one for one in book.worksheets if sheet in (None, one.title)]
+            if not found:
+                raise ConfigError(f"{name}: there is no such sheet; it has {', '.join(book.sheetnames)}.")
+            self._rows: Iterator[tuple[Any, ...]] = found[0].iter_rows(values_only=True)
             first = [_value(value) for value in next(self._rows, ())]
         except (BadZipFile, KeyError, IndexError, ValueError, OSError) as error:
             raise ConfigError(f"{name} is not a workbook (.xlsx): {first_line(error).rstrip('.')}.") from error

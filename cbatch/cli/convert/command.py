@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 import click
 
 from cbatch.base.errors import ConfigError
 from cbatch.base.units import format_count
-from cbatch.batch.forms import OUTPUT_FORMS, OutputForm, compression, output_form
+from cbatch.batch.forms import OUTPUT_FORMS, OutputForm, compression, output_form, resolved
 from cbatch.cli.common.configured_command import ConfiguredCommand
 from cbatch.cli.common.console import notice
 
@@ -35,20 +34,20 @@ def convert(
 ) -> Literal[0, 1]:
     """Write the results in IN, which cbatch run has made, to OUT in another form.
 
-    JSON Lines, CSV, TSV, JSON arrays, Parquet and workbooks, by their endings. The rows stay the same to the byte, so
-    cbatch verify and --resume take OUT instead of IN. They come in the order of the input. The exit code is 1 if IN
-    ends with a torn row, which is left out.
+    JSON Lines, CSV, TSV, JSON arrays, Parquet, workbooks and databases, by their endings. The rows stay the same to
+    the byte, so cbatch verify and --resume take OUT instead of IN. They come in the order of the input. The exit code
+    is 1 if IN ends with a torn row, which is left out.
     """
     from cbatch.batch.journal import StoredRows
     from cbatch.batch.row import Row
     from cbatch.batch.run_record import read_record, write_record
     from cbatch.batch.tables.table_writer import TableWriter, open_results
 
-    path, read = Path(target), Path(source)
+    path, read = resolved(target), resolved(source)
     form, kind = target_form or output_form(target), compression(target)
     if target == "-":
         raise ConfigError("cbatch convert writes a file; name one.")
-    if path.exists() and read.exists() and path.samefile(read):
+    if path == read:
         raise ConfigError(f"{target} is the input; choose another file for the output.")
     with StoredRows(open_results(read, source_form or output_form(source)), source) as stored:
         if stored.journal.damaged:
@@ -65,9 +64,9 @@ def convert(
             except BaseException:
                 output.start()  # without rows, so that nothing stays beside OUT
                 raise
-    if record := read_record(read.resolve()):
+    if record := read_record(read):
         record.get("options", {}).pop("output_format", None)
-        write_record(path.resolve(), **record)
+        write_record(path, **record)
     if not quiet:
         notice(f"{target}: {format_count(len(stored), 'row')}")
     if stored.journal.torn:

@@ -55,7 +55,7 @@ MAIN = "output model resume max_tokens temperature system template json_schema r
 @replica_options
 @preset_option
 def run(**values: Any) -> Literal[0, 1]:
-    """Generate an answer for every row of INPUT (JSON Lines, CSV, TSV, JSON array, Parquet, xlsx; - is stdin).
+    """Generate an answer for every row of INPUT (JSON Lines, CSV, TSV, JSON array, Parquet, xlsx, SQLite; - is stdin).
 
     A row is {"prompt": ...}, {"messages": [...]}, {"prompt_token_ids": [...]} or an OpenAI Batch request, and may
     set sampling parameters. Each gives one row of output; a bad one gives an error row, and the others still run.
@@ -150,7 +150,7 @@ def _load(options: RunOptions, stats: RunStats, trace: StepTracer | None = None)
 
 def open_input(options: RunOptions) -> RowInput:
     """Opens the input, and looks at its beginning if it is a table or a file. Raises ConfigError."""
-    from cbatch.batch.forms import WHOLE, Shard, input_form, is_remote
+    from cbatch.batch.forms import WHOLE, Shard, input_form, is_remote, split_table
     from cbatch.batch.remote import fetch
     from cbatch.batch.tables.row_input import RowInput
     from cbatch.batch.templates import read_template
@@ -162,10 +162,10 @@ def open_input(options: RunOptions) -> RowInput:
     if is_remote(name):
         if not options.quiet:
             notice(f"fetching {name}")
-        stream: IO[bytes] = fetch(name)
+        stream: IO[bytes] = fetch(split_table(name)[0])
     elif name != "-":
         with os_errors_as(ConfigError, f"Cannot read {name}"):
-            stream = Path(name).open("rb")  # noqa: SIM115
+            stream = Path(split_table(name)[0]).open("rb")  # noqa: SIM115
         if options.format is None and input_form(name) == "text" and not options.quiet:
             what = "text, one prompt a line" if form == "text" else "JSON Lines, as its first line is a JSON object"
             notice(f"{name} is read as {what}; --format says otherwise")
@@ -191,8 +191,9 @@ def open_output(options: RunOptions, source: RowInput) -> Iterator[RowWriter]:
 
     remote = RemoteOutput(options.output) if is_remote(options.output) else None
     if remote is not None:
-        remote.prepare(resume=options.resume, overwrite=options.overwrite)
-        options = replace(options, output=str(remote.path))
+        is_database = options.output_form == "sqlite"
+        remote.prepare(resume=options.resume, overwrite=options.overwrite, has_others=is_database)
+        options = replace(options, output=remote.name)
     try:
         opened = _open_writer(options, source)
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of symlinks
@@ -206,12 +207,12 @@ def open_output(options: RunOptions, source: RowInput) -> Iterator[RowWriter]:
 
 
 def _open_writer(options: RunOptions, source: RowInput) -> RowWriter:
-    from cbatch.batch.forms import compression
+    from cbatch.batch.forms import compression, resolved, split_table
     from cbatch.batch.tables.csv_table import CsvStream
-    from cbatch.batch.tables.table_writer import TableWriter, journal_of
+    from cbatch.batch.tables.table_writer import TableWriter, journal_of, table_of
     from cbatch.batch.writer import FileWriter, StreamWriter
 
-    name, path = options.output, Path(options.output)
+    name, path = options.output, Path(split_table(options.output)[0])
     input_order = options.order == "input"
     if not name or path.is_dir():
         raise ConfigError(f"Cannot write {name!r}: a file is needed.")
@@ -232,12 +233,14 @@ def _open_writer(options: RunOptions, source: RowInput) -> RowWriter:
         return StreamWriter(stream, input_order=input_order, escape=escape, record=record)
     form, kind = options.output_form, compression(name)
     is_table = form != "jsonl" or kind is not None
-    for written in (path, journal_of(path.resolve())) if is_table else (path,):
+    whole = resolved(name)
+    is_other = form == "sqlite" and source.table.lower() != table_of(whole).lower()
+    for written in filter(None, (None if is_other else path, journal_of(whole) if is_table else None)):
         if written.exists():
             _check_not_input(source.stream, written.stat(), str(written))
     if not is_table:
         return FileWriter(path, input_order=input_order)
-    return TableWriter(path, form, kind, input_order=input_order, types=source.types, expand=options.expanded)
+    return TableWriter(Path(name), form, kind, input_order=input_order, types=source.types, expand=options.expanded)
 
 
 def _check_not_input(source: IO[bytes], target: os.stat_result, name: str) -> None:

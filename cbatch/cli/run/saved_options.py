@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from cbatch.base.option import Option
-from cbatch.batch.forms import is_remote
+from cbatch.batch.forms import is_remote, output_form, resolved, split_table
 from cbatch.batch.run_record import read_record, record_path, write_record
 from cbatch.cli.common.configured_command import ConfiguredCommand
 from cbatch.cli.common.console import notice
@@ -41,7 +41,7 @@ class SavedOptionsCommand(ConfiguredCommand):
             return super().parse_args(ctx, args)
         typed = self._typed(ctx, args)
         path = _recorded(typed.get("output", "-"))
-        is_other = self.input in typed and path is not None and not _has_rows(Path(typed["output"]))  # a new run
+        is_other = self.input in typed and path is not None and not _has_rows(path, typed)  # a new run
         if is_other or self.ignores in typed or (self.resumes and not typed.get(self.resumes)):
             path = None
         taken = ctx.meta[_TAKEN] = list(self._words(path, typed)) if path is not None else []
@@ -95,17 +95,16 @@ def _recorded(output: str) -> Path | None:
     """The output as one that a record lies beside; None if it is not a local file."""
     if output == "-" or is_remote(output):
         return None
-    path = Path(os.path.realpath(output))
+    path = resolved(output)
     return path if record_path(path) is not None and (path.is_file() or not path.exists()) else None
 
 
-def _has_rows(output: Path) -> bool:
-    from cbatch.batch.tables.table_writer import journal_of
+def _has_rows(output: Path, typed: Mapping[str, Any]) -> bool:
+    from cbatch.batch.tables.table_writer import has_results, journal_of
 
     with suppress(OSError):
-        return any(
-            path.exists() and path.stat().st_size for path in (output, journal_of(Path(os.path.realpath(output))))
-        )
+        form = typed.get("output_format") or output_form(str(output))
+        return has_results(output, form) or has_results(journal_of(output), "jsonl")
     return False
 
 
@@ -118,4 +117,5 @@ def _whole(parameter: click.Parameter, value: Any) -> Any:
         return value
     name, equals, path = value.partition("=") if kind in ("NAME=PATH", "CHECK") else ("", "", value)
     at, path = ("@", path[1:]) if path.startswith("@") else ("", path)
-    return f"{name}{equals}{at}{os.path.abspath(path)}" if path and os.path.exists(path) else value  # noqa: PTH100, PTH110
+    exists = bool(path) and os.path.exists(split_table(path)[0])  # noqa: PTH110
+    return f"{name}{equals}{at}{os.path.abspath(path)}" if exists else value  # noqa: PTH100

@@ -7,11 +7,10 @@ import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
-from pathlib import Path
 
 from cbatch.base.errors import ConfigError
 from cbatch.batch.driver import BatchDriver
-from cbatch.batch.forms import unit_of
+from cbatch.batch.forms import resolved, unit_of
 from cbatch.batch.journal import StoredRow, StoredRows
 from cbatch.batch.lines import Line, RowOptions, checked_lines
 from cbatch.batch.origin import origin_of
@@ -35,7 +34,7 @@ def verify_rows(driver: BatchDriver, options: VerifyOptions, source: RowInput, s
     row_options = options.run.row_options()
     wanted = (line for line in checked_lines(source.lines()) if line.index in rows)
     origin = origin_of(driver.model_parts, driver.limits.sequence, row_options, options.run.template)
-    then = read_record(Path(options.run.output).resolve()).get("keys")
+    then = read_record(resolved(options.run.output)).get("keys")
     explain = partial(explain_difference, now=origin, then=then)
     lines = _fitting(driver, row_options, list(islice(wanted, len(rows))), rows, report, explain)
     alone, together = (driver.open(row_options, window=window) for window in (1, None))

@@ -225,7 +225,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
     max_leaves=4,
 )
-NAMES = st.sampled_from(["a", "text", "input_text", "input_text_2", "key", "rest", "1"])
+NAMES = st.sampled_from(["a", "A", "Key", "text", "input_text", "input_text_2", "key", "rest", "1"])
 ANSWERS = st.dictionaries(NAMES, VALUES, max_size=2).map(json.dumps)
 CHOICES = st.lists(st.fixed_dictionaries({"text": VALUES}), max_size=2)
 RESULTS = st.fixed_dictionaries(
@@ -239,7 +239,7 @@ RESULTS = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize("form", ["csv", "json", "parquet", "xlsx"])
+@pytest.mark.parametrize("form", ["csv", "json", "parquet", "xlsx", "sqlite"])
 @given(results=st.lists(RESULTS, min_size=1, max_size=4), error=st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_a_table_gives_its_rows_back(form: OutputForm, results: list[dict[str, Any]], error: bool) -> None:
@@ -247,7 +247,6 @@ def test_a_table_gives_its_rows_back(form: OutputForm, results: list[dict[str, A
     if form in ("parquet", "xlsx"):
         package = "pyarrow" if form == "parquet" else "openpyxl"
         pytest.importorskip(package, reason=f"this form needs {package}")
-    usage = {"prompt_tokens": 2, "total_tokens": 3}
     usage = {"prompt_tokens": 2, "total_tokens": 3}
     rows = [
         format_result({"index": number, **result, "usage": usage, "key": KEYS[number]})

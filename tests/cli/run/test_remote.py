@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import sqlite3
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -161,3 +162,20 @@ def test_going_on_with_a_bucket(command: Command, bucket: Any, whole: bytes, mon
     bucket.pipe_file(address, b"".join(whole.splitlines(keepends=True)[:3]))
     assert run_command([*words, "--resume"]) == 1
     assert bucket.cat_file(address) == whole and command.counts() == (3, 3)
+
+
+def test_a_database_in_a_bucket(command: Command, bucket: Any, tmp_path: Path) -> None:
+    """Guards the other tables of a database that is fetched, gets the answers, and goes back."""
+    local, address = tmp_path / "a.db", f"s3://{BUCKET}/a.db"
+    with closing(sqlite3.connect(local)) as database:
+        database.execute("CREATE TABLE asked (prompt TEXT)")
+        database.execute("INSERT INTO asked VALUES ('hello')")
+        database.commit()
+    bucket.put_file(str(local), address)
+    words = ["run", f"{address}#asked", "-o", f"{address}#said", *command.words()[4:]]
+    assert run_command(words) == 2 and "--resume continues it" in command.said()
+    for option in ("--resume", "--overwrite"):
+        assert run_command([*words, option]) == 0
+        bucket.get_file(address, str(local))
+        with closing(sqlite3.connect(local)) as database:
+            assert database.execute("SELECT asked.prompt FROM said, asked WHERE said.text != ''").fetchall() == [("hello",)]

@@ -8,7 +8,9 @@ import io
 import json
 import os
 import signal
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +192,81 @@ def test_workbooks_and_arrays(run: Run, tmp_path: Path) -> None:
     assert openpyxl.load_workbook(tmp_path / "long.xlsx").active["B2"].data_type == "s"
 
 
-@pytest.mark.parametrize("name", ["out.jsonl", "out.csv", "out.parquet"])
+def test_a_table_of_a_database_gets_another_beside_it(run: Run, command: Command, tmp_path: Path) -> None:
+    """Guards SQLite in and out: other tables stay, nothing changes before the end; resume, verify and convert."""
+    shop = tmp_path / "shop.db"
+    texts = ["a", "ü" * 3, "c", None]
+    with closing(sqlite3.connect(shop)) as database:
+        database.execute("CREATE TABLE Reviews (Text TEXT, good BOOLEAN, photo BLOB, stars REAL)")
+        database.executemany("INSERT INTO Reviews VALUES (?, 1, X'00FF', 4.5)", [[text] for text in texts])
+        database.execute("CREATE TABLE users (name TEXT)")
+        database.commit()
+    source, out = f"{shop}#reviews", f"{shop}#answers"
+
+    def rows(table: str) -> list[dict[str, Any]]:
+        with closing(sqlite3.connect(shop)) as database:
+            database.row_factory = sqlite3.Row
+            return [dict(row) for row in database.execute(f"SELECT * FROM {table} ORDER BY rowid")]
+
+    assert run(shop, out) == 2 and f"such as {shop}#Reviews; it has Reviews, users." in command.said()
+    assert run(Path(source), Path(source), template="{Text}") == 2 and "is the input" in command.said()
+    assert run(Path(f"{shop}#none"), out) == 2 and "no such table; it has Reviews, users" in command.said()
+    assert run(Path(source), out, "--max-errors", "1", template="{Text}") == 3
+    assert (tmp_path / "shop.db#answers.journal.jsonl").exists() and len(rows("sqlite_master")) == 2
+    assert run(Path(source), out, "--resume", template="{Text}") == 1
+    made, reviews = rows("answers"), rows("reviews")
+    assert [row["Text_2"] for row in made] == texts and [row["Text"] for row in reviews] == texts
+    assert (made[0]["good"], made[0]["photo"], made[0]["stars"], made[0]["error_code"]) == (1, "AP8=", 4.5, None)
+    assert made[3]["error_code"] == "template_error" and len(rows("users")) == 0
+    with closing(sqlite3.connect(shop)) as database:
+        database.execute("UPDATE Reviews SET Text = 'd' WHERE Text IS NULL")
+        database.execute("INSERT INTO Reviews VALUES ('e', 0, NULL, NULL)")
+        database.commit()
+    assert run(Path(source), out, template="{Text}") == 2 and "exists and is not empty" in command.said()
+    words = ["run", "--resume", "-o", out, "--recompute-changed"]
+    assert run_command(words) == 0 and command.counts() == (3, 2)
+    assert run_command(["verify", out, "--sample", "100%"]) == 0 and command.report()["equal"] == 5
+    assert run(Path(source), tmp_path / "whole.jsonl", template="{Text}") == 0
+    assert run_command(["convert", out, str(tmp_path / "back.jsonl")]) == 0
+    assert (tmp_path / "back.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert {path.name for path in tmp_path.glob("shop*")} == {"shop.db"}
+    with closing(sqlite3.connect(shop)) as database:
+        database.execute("UPDATE answers SET text = 'forged' WHERE \"index\" = 2")
+        database.commit()
+    assert run_command(["verify", out, "--offline"]) == 1
+
+
+def test_databases_that_are_held_or_none(
+    run: Run, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards rows against a database that another program writes, and files of something else against being one."""
+    monkeypatch.setattr("cbatch.batch.tables.database._BUSY_S", 0.1)
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.sqlite"
+    write_rows(source, [{"text": "a", "stop": ["x"]}, {"text": "b"}])
+    assert run(source, out) == 0
+    with closing(sqlite3.connect(out)) as database:
+        database.execute("BEGIN IMMEDIATE")
+        assert run(source, out, "--overwrite", "--max-tokens", "2") == 3
+        said = command.said()
+        assert "Cannot write the table 'results'" in said and "database is locked. The rows are kept" in said
+    assert run(source, out, "--resume", "--max-tokens", "2") == 0 and command.counts() == (2, 0)
+    assert run(out, tmp_path / "next.db", template="{text} {input_text}") == 0
+    with out.open("rb") as file, gzip.open(tmp_path / "packed.db.gz", "wb") as packed:
+        packed.write(file.read())
+    assert run(tmp_path / "packed.db.gz", tmp_path / "next.db", "--resume", template="{text} {input_text}") == 0
+    assert command.counts() == (2, 0)
+    (tmp_path / "other.db").write_text("no database, but text")
+    assert run(tmp_path / "other.db", tmp_path / "x.jsonl") == run(source, tmp_path / "other.db", "--overwrite") == 2
+    assert command.said().count("file is not a database") == 2 and run(source, tmp_path / "x.csv#y") == 2
+    with closing(sqlite3.connect(out)) as database:
+        database.execute("CREATE VIEW seen AS SELECT input_text AS text, CAST(X'ff' AS TEXT) AS bad FROM results")
+        database.commit()
+    assert run(source, f"{out}#seen") == 2 and "'seen'" in command.said()
+    assert run(Path(f"{out}#seen"), tmp_path / "y.jsonl") == 1
+    assert read_rows(tmp_path / "y.jsonl")[0]["error"]["code"] == "invalid_utf8"
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv", "out.parquet", "out.db"])
 def test_a_changed_column_computes_nothing(run: Run, command: Command, tmp_path: Path, name: str) -> None:
     """Guards columns that no prompt uses: with others, a row takes over its answer, and the bytes of a whole run."""
     if name.endswith("parquet"):
