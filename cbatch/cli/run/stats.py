@@ -320,27 +320,30 @@ LONG_TAIL_SECONDS = 10.0
 """A tail is told of if its longest row may take so long."""
 
 
-def work_left(stats: RunStats, rows_left: int, ahead: WorkAhead | None) -> tuple[float, float] | None:
-    """Output tokens that `rows_left` rows will probably still get, and the work with prompts as a share of that so far.
+def work_left(
+    stats: RunStats, rows_left: int, running: int, ahead: WorkAhead | None
+) -> tuple[float | None, float | None]:
+    """Tokens of prompts, without those in the cache, and of outputs that `rows_left` rows will probably still take.
 
-    A row that was not read, as `ahead` tells, if it is known, counts as much as the mean of the others.
+    running: of these, those whose prompts are computed
+    ahead:   rows that were read, if it is known; others count as much as the mean
 
-    Returns None until a row has got its answer.
+    None is what is not known: the first until a row was read, the second until one has got its answer.
     """
     good = stats.rows - stats.errors.total() + stats.errors["invalid_answer"]  # which cost their tokens, too
-    if not good or not stats.output_tokens:
-        return None
+    known, to_come = good + (ahead.rows if ahead is not None else 0), max(rows_left - running, 0)
+    if not known:
+        return None, None
     if ahead is None:
-        per_row = stats.finished_tokens / good
-        output = max(per_row * rows_left - (stats.output_tokens - stats.finished_tokens), 0.0)
-        prompt, prompt_done = stats.prompt_tokens / good * rows_left, float(stats.prompt_tokens)
+        prompts = stats.prompt_tokens / known * to_come
+        in_flight = stats.output_tokens - stats.finished_tokens
+        outputs = max(stats.finished_tokens / known * rows_left - in_flight, 0.0)
     else:
-        unread, known = max(rows_left - ahead.rows, 0), good + ahead.rows
-        prompts = stats.prompt_tokens + ahead.prompt_tokens
-        output = ahead.output_tokens + unread * (stats.output_tokens + ahead.output_tokens) / known
-        prompt, prompt_done = ahead.prompts_to_come + unread * prompts / known, prompts - ahead.prompts_to_come
-    as_output = (1 - stats.cached_tokens / max(stats.prompt_tokens, 1)) / PROMPT_TOKENS_PER_OUTPUT_TOKEN
-    return output, (output + as_output * prompt) / (stats.output_tokens + as_output * prompt_done)
+        unread = max(rows_left - ahead.rows, 0)
+        prompts = ahead.prompts_to_come + unread * (stats.prompt_tokens + ahead.prompt_tokens) / known
+        outputs = ahead.output_tokens + unread * (stats.output_tokens + ahead.output_tokens) / known
+    prompts -= stats.cached_tokens / max(good, 1) * to_come  # not by its share, which a long prompt distorts
+    return max(prompts, 0.0), outputs if good and stats.output_tokens else None
 
 
 _TEXT = re.compile(r'"(?:text|content|message)": "((?:[^"\\]|\\.)*)')
@@ -374,14 +377,20 @@ class RunProgress:
         stats, now, ahead = self._stats, self._driver.stats(), self._stream.ahead()
         done, engines, each = stats.rows + stats.rows_kept, stats.engines, self._driver.each()
         step_s, prompt_tokens_per_s = self._rates(now.num_steps, engines.num_prefilled_tokens)
-        left = work_left(stats, self._total - done, ahead) if self._total else None
-        eta_s = left[1] * stats.running_s if left is not None else None
+        rows_left = self._total - done if self._total else ahead.rows if ahead is not None else 0
+        prompts, outputs = work_left(stats, rows_left, now.num_running, ahead)
+        begun = engines.num_prefilled_tokens - (engines.num_prompt_tokens - engines.num_cached_tokens)
+        prompts = max(prompts - max(begun, 0), 0.0) if prompts is not None and (self._total or ahead) else None
+        eta_s = expected = None
+        if outputs is not None and prompts is not None and self._total:
+            expected = round(stats.output_tokens + outputs)
+            was_done = stats.output_tokens + engines.num_prefilled_tokens / PROMPT_TOKENS_PER_OUTPUT_TOKEN
+            eta_s = (outputs + prompts / PROMPT_TOKENS_PER_OUTPUT_TOKEN) / was_done * stats.running_s
         if ahead is not None and step_s is not None:
             if eta_s is not None:
                 eta_s = max(eta_s, ahead.longest_likely * step_s)  # which no other row makes shorter
             self._tell_tail(ahead, now, step_s)
         spread = stats.spread((self._total or done) - done)
-        begun = engines.num_prefilled_tokens - (engines.num_prompt_tokens - engines.num_cached_tokens)
         return {
             "rows": done,
             "rows_total": self._total,
@@ -391,10 +400,10 @@ class RunProgress:
             "eta_low_s": eta_s and rounded_s(eta_s * max(1 - spread, 0)),
             "eta_high_s": eta_s and rounded_s(eta_s * (1 + spread)),
             "output_tokens": stats.output_tokens,
-            "output_tokens_expected": round(stats.output_tokens + left[0]) if left is not None else None,
+            "output_tokens_expected": expected,
             "output_tokens_per_s": round(stats.output_tokens / max(stats.running_s, 1e-9), 2),
             "prompt_tokens_per_s": round(prompt_tokens_per_s, 2),
-            "prompt_tokens_left": max(ahead.prompts_to_come - max(begun, 0), 0) if ahead is not None else None,
+            "prompt_tokens_left": round(prompts) if prompts is not None else None,
             "slots_running": now.num_running,
             "slots": self._driver.limits.max_seqs * max(len(each), 1),
             "waiting": now.num_waiting,

@@ -12,7 +12,7 @@ from cbatch.base.errors import RequestError
 from cbatch.base.outputs import ToolCall
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request, ToolChoice
-from cbatch.batch.driver import PROMPT_TOKENS_PER_OUTPUT_TOKEN, ReplicaStatus, WorkAhead
+from cbatch.batch.driver import ReplicaStatus, WorkAhead
 from cbatch.batch.row import Row, RowOutcome
 from cbatch.cli.run import stats as stats_module
 from cbatch.cli.run.stats import RunProgress, RunStats, bottleneck, since, work_left
@@ -192,27 +192,22 @@ def stats_of(*rows: tuple[int, int], cached: int = 0, in_flight: int = 0) -> Run
     return stats
 
 
-def shares(*work: tuple[float, float, float, float]) -> list[Any]:
-    """Output tokens that are left, and the share of the work, of tokens left and done of prompts and outputs."""
-    size = PROMPT_TOKENS_PER_OUTPUT_TOKEN
-    return [
-        pytest.approx((output, (output + prompt / size) / (output_done + prompt_done / size)))
-        for prompt, output, prompt_done, output_done in work
-    ]
-
-
 def test_the_work_that_is_left() -> None:
-    """Guards the time left: by tokens of rows that were read, the mean of others, and the speed of prompts."""
-    assert work_left(RunStats(), 5, WorkAhead(rows=5, output_tokens=10)) is None
+    """Guards the time left: by tokens of rows that were read, the mean of others, and what will be in the cache."""
+    assert work_left(RunStats(), 5, 0, None) == (None, None)
+    assert work_left(RunStats(), 10, 0, WorkAhead(rows=5, prompt_tokens=50, prompts_to_come=50)) == (100, None)
     ahead = WorkAhead(rows=3, prompt_tokens=300, prompts_to_come=200, output_tokens=75)
-    found = [
-        work_left(stats_of((100, 20), in_flight=5), 5, ahead),
-        work_left(stats_of((100, 20), cached=50), 3, ahead),
-        work_left(stats_of((80, 40), in_flight=60), 4, None),  # replicas, which tell nothing ahead
-        work_left(stats_of((80, 40), in_flight=900), 4, None),
-    ]
-    expected = [(400, 125, 200, 25), (100, 75, 100, 20), (4 * 80, 4 * 40 - 60, 80, 100), (4 * 80, 0, 80, 940)]
-    assert found == shares(*expected)
+    assert work_left(stats_of((100, 20), in_flight=5), 5, 1, ahead) == (400, 125)
+    assert work_left(stats_of((100, 20), cached=50), 3, 1, ahead) == (200 - 2 * 50, 75)
+    long_one_first = stats_of((5000, 20), *[(50, 20)] * 9, cached=30)
+    assert work_left(long_one_first, 3, 1, ahead) == (200 - 2 * 30, 75)
+
+
+def test_the_work_that_is_left_to_replicas() -> None:
+    """Guards the prompts that are left, which replicas tell nothing of ahead: by the mean of the rows so far."""
+    assert work_left(stats_of((80, 40), in_flight=60), 4, 1, None) == (3 * 80, 4 * 40 - 60)
+    assert work_left(stats_of((80, 40), cached=20, in_flight=900), 4, 6, None) == (0, 0)
+    assert work_left(stats_of((80, 40), cached=20, in_flight=900), 4, 2, None) == (2 * 60, 0)
 
 
 class Run:
