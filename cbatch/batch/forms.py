@@ -55,13 +55,16 @@ def begins_with_object(path: Path) -> bool:
     return False
 
 
-def output_form(name: str) -> OutputForm:
-    """The form of an output, from its name; without an ending, JSON Lines. Raises ConfigError for another ending."""
+def output_form(name: str, option: str = "--output-format") -> OutputForm:
+    """The form of an output, from its name; without an ending, JSON Lines. Raises ConfigError for another ending.
+
+    option: what says the form otherwise
+    """
     ending = _endings(name)[0]
     if ending and ending not in _FORMS:
         known = ", ".join(f".{one}" for one in _FORMS)
         raise ConfigError(
-            f"{name}: no form of results ends in .{ending}. Take one of {known}; or say the form (--output-format)."
+            f"{name}: no form of results ends in .{ending}. Take one of {known}; or say the form ({option})."
         )
     return _FORMS.get(ending, "jsonl")
 

@@ -53,3 +53,31 @@ def test_what_is_not_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert convert(ROWS[0], out, "--overwrite")[0] == 0 and convert(gzip.compress(ROWS[0]), tmp_path / "b.csv")[0] == 0
     assert convert(ROWS[0], source)[0] == convert(ROWS[0], "-")[0] == convert(ROWS[0], tmp_path / "out.xml")[0] == 2
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.csv", "b.csv"}
+
+
+def test_shards_are_put_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards outputs of shards, of several forms: in the order of the input; no row may be there twice."""
+    parts = [tmp_path / "a.jsonl", tmp_path / "b.csv"]
+    parts[0].write_bytes(ROWS[2] + ROWS[0])
+    (tmp_path / "b.jsonl").write_bytes(ROWS[1])
+    assert run_command(["convert", "-q", str(tmp_path / "b.jsonl"), str(parts[1])]) == 0
+    assert run_command(["convert", *map(str, parts), str(tmp_path / "all.jsonl")]) == 0
+    assert (tmp_path / "all.jsonl").read_bytes() == b"".join(ROWS) and ": 3 rows" in capsys.readouterr().err
+    parts.append(tmp_path / "all.jsonl")
+    assert run_command(["convert", *map(str, parts), str(tmp_path / "none.jsonl")]) == 2
+    assert "Row 1 is in several of the files" in capsys.readouterr().err and not (tmp_path / "none.jsonl").exists()
+    parts[0].write_bytes(ROWS[2] + ROWS[0][:-9])
+    assert run_command(["convert", *map(str, parts[:2]), str(tmp_path / "torn.jsonl")]) == 1
+
+
+@pytest.mark.parametrize("name", ["out.csv", "out.json"])
+def test_properties_of_answers_stay_columns(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the columns that --expand has made, which a conversion left out without a word."""
+    source, tables = tmp_path / "in.jsonl", [tmp_path / name, tmp_path / "again.csv"]
+    row = {"index": 0, "id": "a", "text": '{"mood": "good"}', "finish_reason": "stop", "usage": {}, "key": KEYS[0]}
+    for answer, is_expanded in (("--expand", True), ("-q", False)):
+        source.write_bytes(format_result(row))
+        assert run_command(["convert", str(source), str(tables[0]), answer, "--overwrite"]) == 0
+        assert run_command(["convert", *map(str, tables), "--overwrite"]) == 0
+        assert (",mood,finish_reason," in tables[1].read_text()) == is_expanded
+    assert run_command(["convert", str(source), "out.foo"]) == 2 and "say the form (--to)" in capsys.readouterr().err
