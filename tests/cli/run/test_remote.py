@@ -178,4 +178,5 @@ def test_a_database_in_a_bucket(command: Command, bucket: Any, tmp_path: Path) -
         assert run_command([*words, option]) == 0
         bucket.get_file(address, str(local))
         with closing(sqlite3.connect(local)) as database:
-            assert database.execute("SELECT asked.prompt FROM said, asked WHERE said.text != ''").fetchall() == [("hello",)]
+            found = database.execute("SELECT asked.prompt FROM said, asked WHERE said.text != ''").fetchall()
+        assert found == [("hello",)]
