@@ -24,7 +24,7 @@ MAX_LINE_BYTES = 16 * 2**20
 BOM = b"\xef\xbb\xbf"
 """First bytes of a file in UTF-8 that some programs write."""
 
-LATIN1_HINT = " (perhaps Latin-1): iconv -f LATIN1 -t UTF-8 converts it"
+LATIN1_HINT = " (perhaps Latin-1): iconv -f LATIN1 -t UTF-8 converts it, if all of it is"
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,7 +168,7 @@ def open_input(options: RunOptions) -> RowInput:
             stream = Path(split_table(name)[0]).open("rb")  # noqa: SIM115
         if options.format is None and input_form(name) == "text" and not options.quiet:
             what = "text, one prompt a line" if form == "text" else "JSON Lines, as its first line is a JSON object"
-            notice(f"{name} is read as {what}; --format says otherwise")
+            notice(f"{name} is read as {what}; --format names another form")
     elif sys.stdin is None:
         raise ConfigError("There is no input: stdin is closed.")
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import time
@@ -82,6 +83,7 @@ class RunStats:
         self.tries = self.rows_validated = self.rows_from_cache = self.rows_continued = 0
         self.load_s, self.prompts = 0.0, PromptFigures()
         self._squares = 0
+        self._first_error = (math.inf, "")
         self._ended: float | None = None
         self._ttft = array("f")
         self._tpot = array("f")
@@ -131,6 +133,7 @@ class RunStats:
             self._ended = max(self._ended or row.finished_at, row.finished_at)
             if outcome.error_code is not None:
                 self.errors[outcome.error_code] += 1
+                self._first_error = min(self._first_error, (row.index, outcome.error_message))
             self.truncated += outcome.truncated
             self.incomplete_forms += outcome.incomplete_form
             self.empty += outcome.empty
@@ -258,6 +261,8 @@ class RunStats:
             f"{self.elapsed_s:,.1f} s, {self.output_tokens_per_s:,.0f} output tokens/s, "
             f"{format_count(engines.num_steps, 'step')}{retried}",
         ]
+        if failed:
+            lines.insert(1, f"the first error: {self._first_error[1]}")
         if engines.num_steps:
             lines.append(f"limited by {bottleneck(driver, engines, self.elapsed_s, waited_s)}")
         happened = [f"{one.name} {one.death_words()}" for one in each if one.deaths and one.state != "gone"]
@@ -346,7 +351,7 @@ def work_left(
     return max(prompts, 0.0), outputs if good and stats.output_tokens else None
 
 
-_TEXT = re.compile(r'"(?:text|content|message)": "((?:[^"\\]|\\.)*)')
+_TEXT = re.compile(r'"(?:text|content|message)": "((?:[^"\\]|\\u[0-9a-f]{4}|\\[^u])*)')
 """The answer, or the error, in a row of output."""
 
 
@@ -447,7 +452,8 @@ class RunProgress:
             return ""
         found = _TEXT.search(row.data[: 4 * MOST_CHARACTERS].decode(errors="replace"))
         tokens = "" if row.has_failed else f", {format_count(row.outcome.completion_tokens, 'token')}"
-        return f"row {row.index}{tokens}: {found[1] if found else ''}"
+        text = json.loads(f'"{found[1]}"') if found else ""
+        return f"row {row.index}{tokens}: {' '.join(text.split())}"
 
     def _rates(self, num_steps: int, num_prefilled: int) -> tuple[float | None, float]:
         """Seconds of a step now, None if there is none, and tokens of prompts a second."""

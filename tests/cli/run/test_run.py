@@ -43,11 +43,12 @@ def test_one_row_out_for_each_row_in(command: Command) -> None:
     assert rows[0]["finish_reason"] == "length" and rows[0]["usage"]["completion_tokens"] == 6
     usage = {"prompt_tokens": 3, "completion_tokens": 9, "total_tokens": 12}
     assert isinstance(rows[0]["text"], str) and rows[3]["usage"] == usage
-    ended, tokens, speed, limit = command.said().splitlines()[-4:]
+    ended, first_error, tokens, speed, limit = command.said().splitlines()[-5:]
     assert ended == (
         "cbatch: 7 rows: 0 ok, 4 cut off at max_tokens, "
         "3 failed (invalid_json 1, prompt_too_long 1, unknown_parameter 1)"
     )
+    assert first_error.startswith("cbatch: the first error: line 3: ")
     assert tokens.endswith("output tokens") and "tokens/s" in speed and limit.startswith("cbatch: limited by ")
 
 
@@ -344,7 +345,9 @@ def test_what_a_user_gets_wrong_in_rows_is_told(command: Command, tmp_path: Path
     assert broken["custom_id"] == "b" and broken["error"]["code"] == "invalid_json" and "response" in broken
     assert ours["error"]["code"] == "invalid_json" and "custom_id" not in ours
     command.source.write_bytes('{"prompt": "café"}\n'.encode("latin-1"))
-    assert command("--overwrite") == 1 and "perhaps Latin-1): iconv -f LATIN1 -t UTF-8" in command.said()
+    assert command("--overwrite") == 1
+    said = command.said()
+    assert "perhaps Latin-1): iconv -f LATIN1 -t UTF-8" in said and "the first error: line 1" in said
     table = tmp_path / "in.csv"
     table.write_text('prompt;"a, b"\nhi;2\n')
     command.source = table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -254,6 +255,18 @@ def test_the_first_line_has_the_speed_of_prompts(monkeypatch: pytest.MonkeyPatch
     run = Run(monkeypatch, 20, stats_of())
     run.now += 10
     assert run.progress._rates(20, 5000)[1] == 500
+
+
+@pytest.mark.parametrize("filler", [0, 980, 981, 982, 983, 984, 985])
+def test_the_last_row_is_shown_as_its_text(filler: int) -> None:
+    """Guards the display of answers in JSON against backslashes, and against a row that is cut inside an escape."""
+    text = "x" * 4 * filler + '{"a": "é\n\u2028b"}'
+    data = json.dumps({"index": 6, "text": text}).encode()
+    driver: Any = SimpleNamespace(stats=lambda: total_stats(()), each=lambda: ())
+    progress = RunProgress(RunStats(), driver, driver, 20, in_lines=True)
+    progress.finished([Row(6, 6, data, RowOutcome(completion_tokens=9))])
+    shown = progress.details()[1]
+    assert shown.startswith("row 6, 9 tokens: " + (text[:3900] if filler else '{"a": "é b"}')) and "\\" not in shown
 
 
 def test_the_long_tail_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
