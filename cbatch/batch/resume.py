@@ -123,6 +123,7 @@ class Resuming(NamedTuple):
     carried_by:        gives the columns that the row of a line carries along, if rows may take over answers to lines
                        that differ only there
     explain:           says why two keys differ
+    unit:              what messages call a line of the input: line, or row of a table
     """
 
     retry_errors: bool = False
@@ -130,6 +131,7 @@ class Resuming(NamedTuple):
     max_tokens: int | None = None
     carried_by: Callable[[Line], Fields] | None = None
     explain: Callable[[str, str], str] = explain_difference
+    unit: str = "line"
 
 
 KEEP = Resuming()
@@ -139,6 +141,7 @@ KEEP = Resuming()
 class ResumePlan:
     """Which rows of a journal this run keeps. `index in plan` tells whether a line's row is kept.
 
+    unit:         as in Resuming
     kept:         for each index, whether its row is kept
     rows, errors: number of kept rows, and of error rows among them
     misfits:      number of rows that do not fit this run, by the reason
@@ -152,6 +155,7 @@ class ResumePlan:
     """
 
     journal: Journal = field(default_factory=Journal)
+    unit: str = "line"
     kept: bytearray = field(default_factory=bytearray)
     rows: int = 0
     errors: int = 0
@@ -206,7 +210,7 @@ class ResumePlan:
     def __str__(self) -> str:
         """Says what does not fit: changed lines first, then lines that are missing, then those that are damaged."""
         reasons = sorted(self.misfits, key=NO_LINE.__eq__)
-        parts = [f"{self.misfits[one]:,} {one} (first: line {self.first_misfit[one]})" for one in reasons]
+        parts = [f"{self.misfits[one]:,} {one} (first: {self.unit} {self.first_misfit[one]})" for one in reasons]
         return "; ".join([*parts, self.journal.damage()] if self.journal.damaged else parts)
 
 
@@ -216,7 +220,7 @@ def plan_resume(journal: Journal, lines: Iterator[Line], keyed: Keyed, how: Resu
     lines:      read up to the last one that has a row in the journal
     keyed:      gets the lines whose row may be kept
     """
-    plan = ResumePlan(journal)
+    plan = ResumePlan(journal, how.unit)
     limits: Sequence[int] = ()
     if how.max_tokens is not None:
         limits = earlier_limits(map(journal.row, journal.rows(input_order=True)), how.max_tokens)

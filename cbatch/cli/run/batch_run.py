@@ -21,7 +21,7 @@ from cbatch.batch.writer import FileWriter, RowWriter, run_stream
 from cbatch.cli.common.console import Details, ProgressState, no_details, notice
 from cbatch.cli.run.options import RunOptions
 from cbatch.cli.run.stats import RunProgress, RunStats
-from cbatch.requests.row_keys import explain_difference
+from cbatch.requests.row_keys import Origin, explain_difference
 
 ShowProgress = Callable[[int | None, ProgressState, Details], AbstractContextManager[Callable[[], None]]]
 """Opens a display of progress, with the number of rows if it is known; see `show_progress`."""
@@ -135,12 +135,17 @@ def _prepare_file(
     rows = len(journal.indices)
     with progress(rows, lambda: (compared, "compared with the input"), no_details) as tick:
         limit = options.param("max_tokens") if options.continue_truncated else None
+        before: Origin = read_record(output.final_path).get("keys", {})
+        then, now = (one.get("sampling", {}).get("--max-tokens", "") for one in (before, origin))
+        if then.isdecimal() and now.isdecimal() and int(then) < int(now):
+            output.if_changed = f"--continue-truncated goes on with what {then} tokens cut off; {output.if_changed}"
         how = Resuming(
             options.retry_errors,
             options.recompute_changed,
             limit,
             lambda line: parse_line(line, row_options).extra,
-            partial(explain_difference, now=origin, then=read_record(output.final_path).get("keys")),
+            partial(explain_difference, now=origin, then=before),
+            row_options.unit,
         )
         plan = output.resume(journal, first, keyed, how)
         write_record(output.final_path, keys=origin)

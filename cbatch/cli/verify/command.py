@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -53,6 +54,8 @@ def verify(**values: Any) -> Literal[0, 1, 2]:
     if not run.quiet:
         tell_taken_options()
     report: Report | FileReport
+    if options.offline:  # which makes no prompts
+        run = replace(run, template=".", constant_template=True)
     with StoredRows(open_results(Path(run.output), run.output_form), run.output) as stored:
         source = open_input(run) if options.prompts is not None else None
         if source is None or options.offline:

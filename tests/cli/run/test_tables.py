@@ -157,14 +157,14 @@ def test_a_finished_table_is_verified_and_goes_on(run: Run, command: Command, tm
     options = [*map(str, command.options), "-m", str(command.model), "--template", "Say: {text}", "--sample", "100%"]
     assert run_command(["verify", str(out), "--prompts", str(source), *options]) == 0
     assert command.report()["equal"] == 5
-    assert run_command(["verify", str(out), "--prompts", str(source), *options, "--offline"]) == 0
+    assert run_command(["verify", str(out), "--prompts", str(source), "--offline"]) == 0  # which makes no prompts
     command.printed.readouterr()
     write_csv(source, 7)
     assert run(source, out, "--resume") == 0 and command.counts() == (5, 2)
     before = out.read_bytes()
     assert run(source, out, "--resume", "--max-tokens", "4") == 2 and out.read_bytes() == before
     assert (
-        f"{out} holds rows that do not fit this run: 7 made with different --max-tokens (3 then, 4 now)"
+        f"{out} holds rows that do not fit this run: 7 made with different --max-tokens (3 then, 4 now) (first: row 1)"
         in command.said()
     )
     assert run(source, out, "--resume", "--max-tokens", "4", "--recompute-changed") == 0 and command.counts() == (0, 7)

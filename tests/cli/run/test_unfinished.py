@@ -142,7 +142,7 @@ def test_answers_without_token_ids_begin_anew(command: Command) -> None:
     whole = comparable(command)
     assert command("--max-tokens", "6", "--overwrite") == 1
     assert command("--resume", "--max-tokens", "40") == 2, "without the option, all rows differ"
-    command.said()
+    assert "--continue-truncated goes on with what 6 tokens cut off; --recompute" in command.said()
     assert command("--resume", "--continue-truncated", "--max-tokens", "40") == 1
     assert comparable(command) == whole and command.figures()["rows_continued"] == 0 and command.counts()[0] >= 3
     assert "of a run with fewer --max-tokens begin anew" in command.said()
