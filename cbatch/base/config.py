@@ -40,7 +40,8 @@ def _parse_target(text: str) -> float | str | None:
     return milliseconds
 
 
-def _parse_count(text: str, *words: str) -> int | str:
+def parse_count(text: str, *words: str) -> int | str:
+    """A number of at least 1, or one of the words. Raises ValueError with a sentence."""
     if text in words:
         return text
     if not (text.isascii() and text.isdecimal() and int(text) >= 1):
@@ -101,7 +102,7 @@ class EngineConfig:
         "Split every layer over N GPUs, which compute each step together.",
         more="auto: over as few as hold the model, if one does not.",
         metavar="auto|N",
-        parse=lambda text: _parse_count(text, "auto"),
+        parse=lambda text: parse_count(text, "auto"),
     )
     device_map: Literal["none", "auto"] = _model(
         "none", "Spread a model that is larger than its device over GPUs, CPU memory and disk."
@@ -175,7 +176,7 @@ class EngineConfig:
         "auto",
         "Draft up to N tokens of a request in a step, from text so far; auto: if it pays. Changes no output.",
         metavar="auto|N|off",
-        parse=lambda text: _parse_count(text, "auto", "off"),
+        parse=lambda text: parse_count(text, "auto", "off"),
     )
     block_size: int = _memory(16, "Tokens in a block of the KV cache.", low=1)
     kv_dtype: str = _memory(

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from cbatch.base.config import EngineConfig
+from cbatch.base.config import EngineConfig, parse_count
 from cbatch.base.errors import ConfigError
-from cbatch.base.option import option
-
-
-def _parse_number(text: str) -> int | str:
-    number = int(text) if re.fullmatch("[0-9]{1,6}", text) else 0
-    if number < 1 and text != "auto":
-        raise ValueError(f"{text!r} is neither a number of at least 1 nor auto.")
-    return number or text
+from cbatch.base.option import option, parse_json
 
 
 def _parse_address(text: str) -> str:
@@ -30,9 +21,7 @@ def _parse_address(text: str) -> str:
 
 
 def _parse_resources(text: str) -> dict[str, float]:
-    resources = None
-    with suppress(ValueError, RecursionError):
-        resources = json.loads(text)
+    resources = parse_json(text)
     if not isinstance(resources, dict) or not all(
         type(amount) in (int, float) and 0 <= amount < math.inf for amount in resources.values()
     ):
@@ -62,7 +51,7 @@ class ReplicaOptions:
         None,
         "Run batches on N engines in processes of their own; auto: one for each GPU, or each NUMA node.",
         metavar="N|auto",
-        parse=_parse_number,
+        parse=lambda text: parse_count(text, "auto"),
     )
     ray: str | None = _option(
         None, "Run them on a Ray cluster (needs cbatch[ray]).", metavar="auto|HOST:PORT", parse=_parse_address

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from cbatch.base.units import format_count, rounded_s, word_for
 from cbatch.batch.driver import PROMPT_TOKENS_PER_OUTPUT_TOKEN
 from cbatch.batch.lines import PromptFigures
-from cbatch.batch.row import Row
+from cbatch.batch.row import Row, RowOutcome
 from cbatch.cli.common.console import MOST_CHARACTERS, notice
 from cbatch.cli.common.percentiles import percentiles
 from cbatch.engine.stats import EngineStats, total_stats
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from cbatch.batch.driver import BatchDriver, ReplicaStatus, RowStream, WorkAhead
     from cbatch.batch.templates import ColumnTemplate
 
+
+SUMMED: dict[str, Any] = {name: 0 for name, value in RowOutcome._field_defaults.items() if isinstance(value, int)}
+SHOWN = "truncated empty prompt_tokens cached_tokens reasoning_tokens reused_tokens tries".split()
+"""Sums over rows that have the same name in --stats."""
 
 NUMBERS_OF_NOW = {"num_running", "num_waiting", "num_snapshots"}
 """Fields of `EngineStats` that are no totals."""
@@ -61,11 +65,8 @@ class RunStats:
 
     rows, errors:           rows that this run wrote, and its error rows by their code
     rows_kept, errors_kept: rows of an earlier run that were kept, and error rows among them
-    finished_tokens:        generated tokens of finished rows; `reasoning_tokens`: of these, those of reasoning
-    tries:                  of all rows that were validated, `rows_validated`
-    truncated, incomplete_forms, empty: see `RowOutcome`; `unfinished`: rows that are cut off or empty
-    rows_from_cache:        rows of which nothing was computed; `reused_tokens`: output tokens from the cache
-    invalid_cut, not_retried: rows without a good answer: those cut off; with one try, as another would give the same
+    sum:                    the figures of all these rows; of what is true of a row, the number of such rows
+    unfinished:             rows that are cut off or empty
     prompts:                those that were cut, or use an empty column
     load_s:                 seconds that loading the model took
     """
@@ -78,9 +79,8 @@ class RunStats:
         self._replicas: list[ReplicaStatus] = []
         self.rows = self.rows_kept = self.errors_kept = 0
         self.errors: Counter[str] = Counter()
-        self.prompt_tokens = self.cached_tokens = self.finished_tokens = self.reused_tokens = self.reasoning_tokens = 0
-        self.truncated = self.incomplete_forms = self.empty = self.unfinished = self.invalid_cut = self.not_retried = 0
-        self.tries = self.rows_validated = self.rows_from_cache = self.rows_continued = 0
+        self.sum = RowOutcome()._replace(**SUMMED)
+        self.unfinished = self.rows_validated = self.rows_continued = 0
         self.load_s, self.prompts = 0.0, PromptFigures()
         self._squares = 0
         self._first_error = (math.inf, "")
@@ -134,22 +134,12 @@ class RunStats:
             if outcome.error_code is not None:
                 self.errors[outcome.error_code] += 1
                 self._first_error = min(self._first_error, (row.index, outcome.error_message))
-            self.truncated += outcome.truncated
-            self.incomplete_forms += outcome.incomplete_form
-            self.empty += outcome.empty
+            sums = {name: getattr(self.sum, name) + getattr(outcome, name) for name in SUMMED}
+            self.sum = self.sum._replace(**sums)
             self.unfinished += outcome.truncated or outcome.empty
-            self.invalid_cut += outcome.invalid_cut
-            self.not_retried += outcome.is_last_try
-            self.tries += outcome.tries
             self.rows_validated += outcome.tries > 0
-            self.rows_from_cache += outcome.from_cache
             self.rows_continued += outcome.continued_tokens > 0
-            self.reused_tokens += outcome.reused_tokens
-            self.prompt_tokens += outcome.prompt_tokens
-            self.cached_tokens += outcome.cached_tokens
-            self.finished_tokens += outcome.completion_tokens
             self._squares += outcome.completion_tokens**2
-            self.reasoning_tokens += outcome.reasoning_tokens
             for times, seconds in ((self._ttft, outcome.ttft_s), (self._tpot, outcome.tpot_s)):
                 if seconds is not None:
                     times.append(seconds)
@@ -172,9 +162,9 @@ class RunStats:
     def spread(self, rows_left: int) -> float:
         """About two standard deviations of the work of so many rows, as a share of it, by the rows so far."""
         good = self.rows - self.errors.total()
-        if good < 2 or not self.finished_tokens or rows_left < 1:
+        if good < 2 or not self.sum.completion_tokens or rows_left < 1:
             return 0.0
-        mean = self.finished_tokens / good
+        mean = self.sum.completion_tokens / good
         variance = max(self._squares / good - mean**2, 0.0)
         return 2 * math.sqrt(variance * (1 / good + 1 / rows_left)) / mean
 
@@ -202,22 +192,16 @@ class RunStats:
             "errors": self.errors.total(),
             "errors_kept": self.errors_kept,
             "error_codes": dict(self.errors),
-            "truncated": self.truncated,
-            "incomplete_forms": self.incomplete_forms,
-            "empty": self.empty,
+            **{name: getattr(self.sum, name) for name in SHOWN},
+            "incomplete_forms": self.sum.incomplete_form,
             **self.prompts.as_dict(),
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "prefix_hit_rate": round(self.cached_tokens / max(self.prompt_tokens, 1), 4),
+            "prefix_hit_rate": round(self.sum.cached_tokens / max(self.sum.prompt_tokens, 1), 4),
             "output_tokens": self.output_tokens,
-            "reasoning_tokens": self.reasoning_tokens,
-            "rows_from_cache": self.rows_from_cache,
+            "rows_from_cache": self.sum.from_cache,
             "rows_continued": self.rows_continued,
-            "reused_tokens": self.reused_tokens,
             "rows_validated": self.rows_validated,
-            "tries": self.tries,
-            "invalid_truncated": self.invalid_cut,
-            "not_retried": self.not_retried,
+            "invalid_truncated": self.sum.invalid_cut,
+            "not_retried": self.sum.is_last_try,
             "load_s": rounded_s(self.load_s),
             "elapsed_s": rounded_s(self.elapsed_s),
             "output_tokens_per_s": round(self.output_tokens_per_s, 6),
@@ -243,20 +227,20 @@ class RunStats:
             return [f"nothing left to do: {are}, {self.errors_kept:,} of them errors"]
         failed, engines, each = self.errors.total(), self.engines, self.replicas
         kinds = ", ".join(f"{code} {count:,}" for code, count in sorted(self.errors.items()))
-        kinds += f", {self.invalid_cut:,} of them cut off at max_tokens" if self.invalid_cut else ""
-        kinds += f", {self.not_retried:,} not tried again at temperature 0" if self.not_retried else ""
-        others = (self.rows_kept, "kept"), (self.rows_from_cache, "from the cache"), (self.rows_continued, "continued")
+        kinds += f", {self.sum.invalid_cut:,} of them cut off at max_tokens" if self.sum.invalid_cut else ""
+        kinds += f", {self.sum.is_last_try:,} not tried again at temperature 0" if self.sum.is_last_try else ""
+        others = (self.rows_kept, "kept"), (self.sum.from_cache, "from the cache"), (self.rows_continued, "continued")
         kept = "".join(f", {count:,} {what}" for count, what in others if count)
-        if more := self.tries - self.rows_validated:
+        if more := self.sum.tries - self.rows_validated:
             kept += f", {more:,} further {word_for(more, 'try', 'tries')}"
-        cached = f" ({self.cached_tokens:,} cached)" if self.cached_tokens else ""
+        cached = f" ({self.sum.cached_tokens:,} cached)" if self.sum.cached_tokens else ""
         if self.prompts.cut:
             cached += f", {self.prompts.dropped_tokens:,} dropped from {format_count(self.prompts.cut, 'prompt')}"
         waited_s = self._stream.waited_for_consumer_s if self._stream is not None else 0.0
         retried = f", {engines.num_retries:,} retried ({engines.last_error})" if engines.num_retries else ""
         lines = [
             f"{self._whole_rows()}, {failed:,} failed{kinds and f' ({kinds})'}{kept}",
-            f"{format_count(self.prompt_tokens, 'prompt token')}{cached}, "
+            f"{format_count(self.sum.prompt_tokens, 'prompt token')}{cached}, "
             f"{format_count(self.output_tokens, 'output token')}",
             f"{self.elapsed_s:,.1f} s, {self.output_tokens_per_s:,.0f} output tokens/s, "
             f"{format_count(engines.num_steps, 'step')}{retried}",
@@ -274,9 +258,9 @@ class RunStats:
 
     def prefix_advice(self, template: ColumnTemplate | None) -> str:
         """Advice if prompts share little, although their template has much constant text; else empty."""
-        share = self.cached_tokens / max(self.prompt_tokens, 1)
+        share = self.sum.cached_tokens / max(self.sum.prompt_tokens, 1)
         behind = (template.constant_behind if template is not None else 0) or 0
-        if behind < 200 or share >= 0.1 or self.rows - self.rows_from_cache < 2:  # else it would gain little
+        if behind < 200 or share >= 0.1 or self.rows - self.sum.from_cache < 2:  # else it would gain little
             return ""
         return (
             f"only {share:.0%} of the prompt tokens were cached: {behind:,} characters that all prompts have stand "
@@ -289,11 +273,11 @@ class RunStats:
         if not self.unfinished:
             return f"{format_count(good, 'row')} ok"
         words = [f"{good - self.unfinished:,} ok"]
-        if self.truncated:
-            forms = f", {self.incomplete_forms:,} of them incomplete forms" if self.incomplete_forms else ""
-            words.append(f"{self.truncated:,} cut off at max_tokens{forms}")
-        if self.empty:
-            words.append(f"{self.empty:,} empty")
+        if self.sum.truncated:
+            forms = f", {self.sum.incomplete_form:,} of them incomplete forms" if self.sum.incomplete_form else ""
+            words.append(f"{self.sum.truncated:,} cut off at max_tokens{forms}")
+        if self.sum.empty:
+            words.append(f"{self.sum.empty:,} empty")
         return f"{format_count(self.rows, 'row')}: {', '.join(words)}"
 
 
@@ -336,18 +320,18 @@ def work_left(
     None is what is not known: the first until a row was read, the second until one has got its answer.
     """
     good = stats.rows - stats.errors.total() + stats.errors["invalid_answer"]  # which cost their tokens, too
-    known, to_come = good + (ahead.rows if ahead is not None else 0), max(rows_left - running, 0)
+    done, known, to_come = stats.sum, good + (ahead.rows if ahead is not None else 0), max(rows_left - running, 0)
     if not known:
         return None, None
     if ahead is None:
-        prompts = stats.prompt_tokens / known * to_come
-        in_flight = stats.output_tokens - stats.finished_tokens
-        outputs = max(stats.finished_tokens / known * rows_left - in_flight, 0.0)
+        prompts = done.prompt_tokens / known * to_come
+        in_flight = stats.output_tokens - done.completion_tokens
+        outputs = max(done.completion_tokens / known * rows_left - in_flight, 0.0)
     else:
         unread = max(rows_left - ahead.rows, 0)
-        prompts = ahead.prompts_to_come + unread * (stats.prompt_tokens + ahead.prompt_tokens) / known
+        prompts = ahead.prompts_to_come + unread * (done.prompt_tokens + ahead.prompt_tokens) / known
         outputs = ahead.output_tokens + unread * (stats.output_tokens + ahead.output_tokens) / known
-    prompts -= stats.cached_tokens / max(good, 1) * to_come  # not by its share, which a long prompt distorts
+    prompts -= done.cached_tokens / max(good, 1) * to_come  # not by its share, which a long prompt distorts
     return max(prompts, 0.0), outputs if good and stats.output_tokens else None
 
 

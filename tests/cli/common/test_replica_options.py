@@ -38,12 +38,12 @@ def test_the_default_timeout_is_the_one_that_help_states() -> None:
 
 
 SENSELESS = [
-    ("--replicas 0", "'0' is neither a number of at least 1 nor auto"),
-    ("--replicas -2", "'-2' is neither a number"),
-    ("--replicas two", "'two' is neither a number"),
+    ("--replicas 0", "'0' is no number of at least 1, nor auto"),
+    ("--replicas -2", "'-2' is no number"),
+    ("--replicas two", "'two' is no number"),
     ("--ray http://head:1", "'http://head:1' is neither HOST:PORT nor auto"),
     ("--ray head", "'head' is neither HOST:PORT"),
-    ("--ray auto --ray-resources {", "'{' is no JSON object of numbers"),
+    ("--ray auto --ray-resources {", "the value is not valid JSON: '{'"),
     ("--ray auto --ray-resources [1]", "'[1]' is no JSON object of numbers"),
     ('--ray auto --ray-resources {"num_gpus":true}', "is no JSON object of numbers"),
     ('--ray auto --ray-resources {"num_gpus":-1}', "is no JSON object of numbers"),

@@ -104,7 +104,7 @@ def test_rows_without_text_and_error_rows_are_not_empty(has_text: bool) -> None:
     failed.validation = {"valid": False, "errors": ["x"]}
     rows[1].finish(failed)
     stats.count(rows)
-    assert (stats.truncated, stats.empty, stats.unfinished) == (0, 0, 0)
+    assert (stats.sum.truncated, stats.sum.empty, stats.unfinished) == (0, 0, 0)
     assert stats.summary(TwoReplicas())[0] == "1 row ok, 1 failed (invalid_answer 1, 1 of them cut off at max_tokens)"
 
 

@@ -18,6 +18,7 @@ import pytest
 from pexpect import EOF, TIMEOUT
 from pexpect.fdpexpect import fdspawn
 
+from cbatch.batch.row import RowOutcome
 from cbatch.cli.chat.background_run import parse_run_options
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.run.stats import RunStats
@@ -80,11 +81,11 @@ def test_the_status_file_and_the_signal_tell_the_same(runs: ForkServer, command:
 def test_the_range_of_the_time_left() -> None:
     """Guards a range that shrinks with more rows, and none if all rows are alike."""
     stats = RunStats()
-    stats.rows, stats.finished_tokens, stats._squares = 4, 40, 400
+    stats.rows, stats.sum, stats._squares = 4, RowOutcome(completion_tokens=40), 400
     assert stats.spread(10) == 0
     stats._squares = 600
     few = stats.spread(100)
-    stats.rows, stats.finished_tokens, stats._squares = 400, 4000, 60000
+    stats.rows, stats.sum, stats._squares = 400, RowOutcome(completion_tokens=4000), 60000
     assert 0 < stats.spread(100) < few < 1 and stats.spread(0) == 0
 
 
