@@ -27,7 +27,7 @@ from cbatch.cli.chat.engine_client import EngineClient
 from cbatch.cli.chat.screen import Transcript, status_bar
 from cbatch.cli.chat.session.export import append_row, from_result, to_row
 from cbatch.cli.chat.session.session import Attachment, Reply, Session, Turn
-from cbatch.cli.chat.session.store import SessionStore, modified_at, read_session, to_json
+from cbatch.cli.chat.session.store import SessionStore, has_own_name, modified_at, read_session, to_json
 from cbatch.cli.chat.stats import ChatStats
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.main import run_command
@@ -302,6 +302,7 @@ def test_saving_never_overwrites_another_session(harness: ChatHarness, tmp_path:
         ("/export", "missing: /export FILE"),
         ("/export s.md", "no message yet"),
         ("/lod", "did you mean /load"),
+        ("/model 99", "Type a number from 1 to"),
         ("/run in.jsonl", "needs an input file"),
         ("/run in.jsonl -o", "requires an argument"),
         ("/run in.jsonl -o out.jsonl --no-such", "No such option"),
@@ -338,6 +339,24 @@ def test_two_chats_do_not_overwrite_each_other(harness: ChatHarness, tmp_path: P
     assert "Another chat has changed" in stores[1].save_error
     kept = {tuple(turn.text for turn in read_session(found).turns) for found in path.parent.glob("*.json")}
     assert kept == {("My name is Ada.", "Hello."), ("My name is Ada.", "What is my name?")}
+
+
+def test_a_chat_spares_what_another_has_added_to_its_own_file(harness: ChatHarness, tmp_path: Path) -> None:
+    """Guards the chat that began a file against the one that continued it, as `cbatch chat -c QUESTION` does."""
+    stores = [SessionStore(tmp_path), SessionStore(tmp_path)]
+    first, second = (harness.make(store=store) for store in stores)
+    harness.ask(first, "My name is Ada.")
+    stores[0].wait()
+    (path,) = (tmp_path / "sessions").glob("*.json")
+    second.open_saved(stores[1].open(path))
+    harness.ask(second, "What is my name?")
+    stores[1].wait()
+    harness.ask(first, "Hello.")
+    stores[0].wait()
+    assert "Another chat has changed" in stores[0].save_error
+    assert [turn.text for turn in read_session(path).turns] == ["My name is Ada.", "What is my name?"]
+    assert first.current.path is not None and not has_own_name(first.current.path)
+    assert [turn.text for turn in read_session(first.current.path).turns] == ["My name is Ada.", "Hello."]
 
 
 def test_a_disk_that_fails_costs_no_conversation(harness: ChatHarness, tmp_path: Path) -> None:

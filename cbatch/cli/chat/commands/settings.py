@@ -9,7 +9,7 @@ from typing import Any
 
 from cbatch.base.chat_template_options import effort_variables
 from cbatch.base.params import EFFORTS, PARAMS, SamplingParams, with_overrides
-from cbatch.cli.chat.commands.registry import SETTABLE, FrontEnd, command, did_you_mean, parse_parameter
+from cbatch.cli.chat.commands.registry import SETTABLE, FrontEnd, command, did_you_mean, parse_number, parse_parameter
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.common.local_models import local_models
 
@@ -194,8 +194,8 @@ def _known_models(loaded: Sequence[str]) -> list[str]:
 def _model_name(chat: FrontEnd, which: str) -> str:
     """The name that a number of the last list stands for, or the name itself."""
     known = chat.listed_models or _known_models(chat.controller.model_names)
-    if which.isdecimal() and 1 <= int(which) <= len(known):
-        return known[int(which) - 1]
+    if which.isdecimal():
+        return known[parse_number(which, 1, len(known)) - 1]
     return "" if which == DEMO_NAME else which
 
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
 from functools import cache
+from itertools import chain, count
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -135,7 +136,7 @@ def _from_json(kind: Any, value: Any) -> Any:
 HISTORY_BYTES = 2**20
 """The history is read from its end, at most so far back."""
 
-_AUTOMATIC = re.compile(r"\d{8}-\d{6}-\d+-\d+")
+_AUTOMATIC = re.compile(r"\d{8}-\d{6}(-\d+){2,3}")
 """The file of a session that nobody has named."""
 
 _NAME = re.compile(r"[\w][\w .+@-]{0,99}")
@@ -199,7 +200,7 @@ class SessionStore:
         """Has a session saved soon, as it is now, to the file it has. What goes wrong is told by `save_error`."""
         own = self.sessions_folder / f"{self._run_id}-{session.number}.json"
         session.path = session.path or own
-        self._writer.submit(self._try_to_write, session, session.path, own, to_json(session))
+        self._writer.submit(self._try_to_write, session, own, to_json(session))
 
     def wait(self) -> None:
         """Waits until everything submitted so far is written."""
@@ -247,12 +248,14 @@ class SessionStore:
             path.unlink()
         self.written.discard(path)
 
-    def _try_to_write(self, session: Session, path: Path, own: Path, fields: dict[str, Any]) -> None:
+    def _try_to_write(self, session: Session, own: Path, fields: dict[str, Any]) -> None:
+        path = session.path or own  # where the save before this one may have moved it
         try:
             if _file_version(path) != self._known_versions.get(path):
+                numbered = (own.with_stem(f"{own.stem}-{number}") for number in count(2))
+                session.path = own = next(free for free in chain([own], numbered) if not free.exists())
                 self.save_error = f"Another chat has changed {path}; this session is saved as {own.stem} from now on."
-                self._has_conflict = True
-                session.path = path = own
+                self._has_conflict, path = True, own
             elif not self._has_conflict:
                 self.save_error = ""
             self._write(path, fields)
