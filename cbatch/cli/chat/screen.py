@@ -218,7 +218,7 @@ class TranscriptView(UIControl):
         """Which of the compared sessions are shown, if not all fit; None: the current one is among them."""
         self._top: int | None = None
         """The first line on the screen; None follows the end."""
-        self._follows_chosen = False
+        self._follows_chosen = self._begins_answer = False
         self.searched = self._found = ""
         self._found_line = 0
         self._width, self._height, self._start, self._end = 80, 0, 0, 0
@@ -238,7 +238,10 @@ class TranscriptView(UIControl):
             if self._follows_chosen:
                 styles = ([style for style, _ in line] for line in chain.from_iterable(chunks))
                 self._top = next((number for number, line in enumerate(styles) if line == ["class:chosen"]), self._top)
+            if self._begins_answer and len(chunks[-1]) > height:
+                self._top = sum(map(len, chunks[:-1]))
             lines, self._start, self._end = visible_lines(chunks, height, self._top)
+        self._begins_answer = False
         below = self._end - self._start
         if not below:
             self._top = None
@@ -260,6 +263,11 @@ class TranscriptView(UIControl):
         """Goes to a line; None goes to the end of the current session, and stays there."""
         self._top, self._follows_chosen = top, False
         self._page = self._page if top is not None else None
+
+    def begin_answer(self) -> None:
+        """Goes to the first line of a notice that the last command has left, if it is longer than the screen."""
+        items = self._controller.current.items
+        self._begins_answer = bool(items) and isinstance(items[-1], Notice) and not self._controller.current.queue
 
     def scroll(self, lines: int = 0, pages: int = 0) -> None:
         """Scrolls by lines and pages; negative is up. Several calls before the screen is drawn add up."""
@@ -377,7 +385,8 @@ def status_bar(controller: ChatController, stats: ChatStats, background: Backgro
     elif (last := controller.current.last) is not None and last.is_undecided:
         parts = [last.pick_hint]
     else:
-        parts = [safe(engine.loaded.name)]
+        name, room = safe(engine.loaded.name), width // 2 - 2
+        parts = [name if get_cwidth(name) <= room else f"…{name[1 - room :]}"]  # the end of a path tells most
     right = _fitting(parts, width // 2)
     left = _session_labels(controller, width - get_cwidth(right) - 1)
     return [*left, ("class:bar", " " * max(width - cells(left) - get_cwidth(right), 0)), ("class:bar", right)]

@@ -197,8 +197,9 @@ class Terminal(FrontEnd):
                 await asyncio.wait([editing])
             with self._showing_errors():
                 changed = editing.result().rstrip("\n")
-                if changed.strip() and changed != text.rstrip("\n"):
-                    then(changed)
+                if not changed.strip() or changed == text.rstrip("\n"):
+                    raise UserError("Nothing was changed.")
+                then(changed)
 
         self._app.create_background_task(run())
 
@@ -408,6 +409,7 @@ class Terminal(FrontEnd):
         with self._showing_errors():
             try:
                 execute_line(self, text)
+                self._view.begin_answer()
             except UserError:
                 if is_message(text):
                     self.set_input(text)

@@ -134,6 +134,16 @@ def test_the_bar_fits_and_shows_the_current_session(width: int, count: int) -> N
         assert f"[{count // 2 + 1} " in line
 
 
+@pytest.mark.parametrize(("width", "shown"), [(80, " /models/1b/model-Q4.gguf"), (40, " …/1b/model-Q4.gguf"), (7, "")])
+def test_the_bar_shows_the_end_of_a_long_path(width: int, shown: str) -> None:
+    """Guards the name of a model in a file: the bar showed nothing of one longer than half of the screen."""
+    stats, loaded = SimpleNamespace(num_running=0, num_waiting=0), SimpleNamespace(name="/models/1b/model-Q4.gguf")
+    client: Any = SimpleNamespace(engine=SimpleNamespace(failure=None, loaded=loaded, stats=lambda: stats))
+    controller = ChatController(client)
+    line = texts([status_bar(controller, ChatStats(controller), BackgroundRun(), width)])[0]
+    assert get_cwidth(line) <= width and line.rstrip().endswith(shown)
+
+
 def test_code_is_printed_unbroken_at_the_end() -> None:
     """Guards code that is selected in the terminal after the chat: each of its lines is one line."""
     code = "x = 1  # " + "long " * 60

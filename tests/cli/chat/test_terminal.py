@@ -290,7 +290,18 @@ def test_the_editor_changes_the_last_message(chat: Chat) -> None:
     """Guards `/edit`: the screen comes back, and the new text replaces the old message."""
     chat.say("Spell the word lamp.", "l-a-m-p")
     chat.say("/edit", "> Spell the word tree.", "t-r-e-e", gone="lamp")
+    chat.say("/edit", "Nothing was changed.")
     chat.say("/set temperature 9999", "temperature must be a number")
+
+
+def test_a_long_answer_to_a_command_begins_at_its_top(chat: Chat) -> None:
+    """Guards `/help` and `/load` on a low terminal, which showed their last lines; what is sent next is at the end."""
+    chat.resize(50, 10)
+    chat.say("/help", "/retry", "more lines below: PageDown, End", gone="/run")
+    chat.send("\x1b[6~\x1b[6~\x1b[6~\x1b[6~\x1b[6~", "/help NAME explains")
+    chat.say("My name is Ada.", "Ada!")
+    chat.say("/stats", "model:", "more lines below")
+    chat.resize(80, 24)
 
 
 COLOURS = re.compile(rb"\x1b\[(?:\d+;)*(?:3[0-9]|4[0-9]|9[0-7]|10[0-7])[;m]")
