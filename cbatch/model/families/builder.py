@@ -102,7 +102,7 @@ class HeadSizes:
 
 def _check_sizes(most: int, *sizes: int) -> None:
     if max(sizes) > most:
-        raise UnsupportedConfig(f"its config.json has a size of {max(sizes)}, and {most} are the most")
+        raise UnsupportedConfig(f"one of its sizes is {max(sizes)}, and {most} is the most")
 
 
 def deinterleaved(heads: int, head_dim: int, rotary_dim: int) -> Tensor:

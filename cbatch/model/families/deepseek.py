@@ -34,13 +34,13 @@ def _latent_attention(
     kind, all_dims = rope.get("rope_type", rope.get("type", "default")), rope.get("mscale_all_dim")
     if kind != "default" and all_dims:
         scale = float(scale * yarn_mscale(rope["factor"], all_dims) ** 2)
+    sizes = HeadSizes(heads, heads, width, value_dim, rotated)
     # Rotated numbers come first in a head here, and last in the files.
     within = torch.cat([torch.arange(plain, width), torch.arange(plain)])
     if is_interleaved:
         within = within[deinterleaved(1, width, rotated)]
     rows = (torch.arange(heads)[:, None] * width + within).flatten()
     columns = _columns(heads, plain, rotated, value_dim, latent)
-    sizes = HeadSizes(heads, heads, width, value_dim, rotated)
     attend = attention(
         sizes=sizes, rotary=[rotary] * model.num_layers, scale=scale, out_bias=bias, factor=factor, is_ready=True
     )

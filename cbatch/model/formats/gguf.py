@@ -55,9 +55,9 @@ class GgufModel:
         with os_errors_as(ModelError, f"Cannot read {paths[0]}"):
             self._file = file = read_gguf(paths)
         self.config: Config = read_config(file)
-        self._weights = StoredWeights(matrices_of(file, self.config), file)
         try:
             self._program = read_program(self.config)
+            self._weights = StoredWeights(matrices_of(file, self.config, self._program), file)
             check_weights(self._program, self._weights)
         except UnsupportedConfig as error:
             raise ModelError(f"Cannot load {paths[0]}: {error}.") from error

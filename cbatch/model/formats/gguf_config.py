@@ -1,12 +1,13 @@
 """A GGUF file's model in the terms of transformers: its settings, and the names of its weights.
 
-Sizes that a file claims are compared with the shapes of its tensors first, because a program is made of them.
+The program of the settings has sizes within bounds, and the tensors must have the shapes of its weights.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import partial
 
@@ -18,11 +19,12 @@ from cbatch.base.model_files import InvalidFile
 from cbatch.model.formats.gguf_architectures import architecture as known
 from cbatch.model.formats.gguf_architectures import dense, experts, recurrent  # noqa: F401  # which registers them
 from cbatch.model.formats.gguf_architectures.architecture import BEHIND, Architecture, Config, Metadata, Order, Rule
+from cbatch.model.formats.gguf_architectures.names import NAMES
 from cbatch.model.formats.gguf_file import GgufFile
 from cbatch.model.formats.gguf_weights import GgufMatrix, MadeWeight
+from cbatch.model.ops.program import Program
 from cbatch.model.stored import StoredMatrix
-
-_MAX_LAYERS = 1024
+from cbatch.model.weight import Weight
 
 _NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight")
 """Tensors that the config is made of."""
@@ -67,7 +69,6 @@ def read_config(file: GgufFile) -> Config:
         config["rms_norm_eps"] = data.number("attention.layer_norm_rms_epsilon")
     if len(widths := set(data.wholes("feed_forward_length", layers) if data.has("feed_forward_length") else [])) == 1:
         config["intermediate_size"] = widths.pop()
-    architecture.check(data, config)
     return architecture.read(data, config)
 
 
@@ -75,7 +76,7 @@ def _num_layers(data: Metadata) -> int:
     """Without those that predict several tokens at once."""
     claimed = data.whole("block_count")
     numbers = {name.split(".")[1] for name in data.file.tensors if name.startswith("blk.")}
-    if numbers != {str(number) for number in range(len(numbers))} or len(numbers) != claimed or claimed > _MAX_LAYERS:
+    if numbers != {str(number) for number in range(len(numbers))} or len(numbers) != claimed:
         raise data.refused(f"claims to have {claimed} layers, and has tensors of {len(numbers)}")
     layers = claimed - data.whole("nextn_predict_layers", 0)
     if layers < 1:
@@ -91,51 +92,60 @@ def _kv_heads(data: Metadata, layers: int, heads: int) -> int | list[int]:
     return counts if len({*counts} - {0}) > 1 else max(counts)
 
 
-def matrices_of(file: GgufFile, config: Config) -> dict[str, StoredMatrix]:
-    """The weights of a model, by the names that transformers has for them.
+def matrices_of(file: GgufFile, config: Config, program: Program) -> dict[str, StoredMatrix]:
+    """The weights of a model, by the names that its program has for them.
 
     Raises InvalidFile for a tensor that models of its architecture do not have.
     """
-    architecture = architecture_of(file)
+    architecture, weights = architecture_of(file), {weight.name: weight for weight in program.weights}
+    layers = next(name.partition(".0.")[0] for name in weights if ".0." in name)
     found: dict[str, StoredMatrix] = {
         name: MadeWeight(numbers) for name, numbers in architecture.made(Metadata(file), config).items()
     }
     for name in file.tensors:
         match = _LAYER_TENSOR.fullmatch(name)
         if match is not None and int(match[1]) < config["num_hidden_layers"]:
-            before = f"blk.{match[1]}.", architecture.layers.format(match[1])
-            found.update(_matrices(file, architecture, architecture.layer, config, match[2], *before))
+            before = f"blk.{match[1]}.", f"{layers}.{match[1]}."
+            found.update(_matrices(file, architecture.layer, weights, config, match[2], *before))
         elif match is None and not _NOT_WEIGHTS.fullmatch(name):
-            found.update(_matrices(file, architecture, architecture.model, config, name))
+            found.update(_matrices(file, {}, weights, config, name))
     return found
 
 
 def _matrices(
-    file: GgufFile, architecture: Architecture, rules: known.Rules, config: Config, name: str, theirs: str = "",
+    file: GgufFile, rules: known.Rules, weights: Mapping[str, Weight], config: Config, name: str, theirs: str = "",
     ours: str = "",
 ) -> Iterator[tuple[str, GgufMatrix]]:  # fmt: skip
     """The weights of a tensor. theirs, ours: the beginnings of its name in the file, and of the weight's"""
     path = file.paths[0]
-    stem, _, ending = name.rpartition(".")
-    rule, suffix = (rules[name], "") if name in rules else (rules.get(stem), f".{ending}")
+    stem, _, ending = (name, "", "") if name in NAMES else name.rpartition(".")
+    rule = rules.get(stem, Rule())
     if rule is BEHIND:
         return
-    if rule is None:
+    if stem not in NAMES:
         raise InvalidFile(f"{path} holds the tensor {theirs + name[:80]!r}, which is not read.")
-    rule = Rule(rule) if isinstance(rule, str) else rule
-    tensors = tuple(theirs + one for one in (name, *(part + suffix for part in rule.parts)))
+
+    def named(tensor: str) -> str:
+        """The weight that it is; without one, the name of which the program says that it is unknown."""
+        ends = (f".{ending}", f"_{ending}", "", ".weight")
+        found = [ours + one + end for one in NAMES[tensor].split() for end in ends]
+        return next((one for one in found if one.format(0) in weights), found[0])
+
+    tensors = tuple(theirs + part + name.removeprefix(stem) for part in (stem, *rule.parts))
+    names = [named(stem)]
+    if stem == "ffn_gate_up_exps" and names[0] not in weights:
+        names = [named("ffn_gate_exps"), named("ffn_up_exps")]
     is_made = rule.combine is not None and bool(rule.parts)
     shape = _shapes(file, tensors)[0] if is_made else _joined_shape(file, tensors)
-    if "{}" in rule.name:
+    if "{}" in names[0]:
         if shape[0] > known.MAX_EXPERTS:
             raise InvalidFile(f"{path}: the tensor {tensors[0]!r} has the shape {shape}.")
-        names = [name for name in (rule.name, rule.second) if name]
         share = shape[1] // len(names)
         for number in range(shape[0]):
-            for part, weight in enumerate(names):
+            for part, one in enumerate(names):
                 rows = None if len(names) == 1 else torch.arange(part * share, (part + 1) * share)
                 matrix = GgufMatrix(file, tensors, (share, *shape[2:]), expert=number, row_order=rows)
-                yield ours + weight.format(number) + suffix, matrix
+                yield one.format(number), matrix
         return
 
     def order(of: Order | None, count: int) -> Tensor | None:
@@ -144,19 +154,22 @@ def _matrices(
             raise InvalidFile(f"{path}: the tensor {tensors[0]!r} does not have the shape that its heads need.")
         return found
 
-    is_norm = stem.endswith("_norm") and ending == "weight" and stem not in architecture.plain_norms
     are_vectors = ending == "bias" or len(shape) == 1
     rows = order(rule.rows, shape[-1 if are_vectors else -2])
     columns = None if are_vectors else order(rule.columns, shape[-1])
-    if rule.shape is not None:
-        shape = rule.shape(*_shapes(file, tensors)) if is_made else rule.shape(shape)
-    final = (*shape[:-2], *reversed(shape[-2:])) if rule.is_transposed else shape
+    weight, is_transposed, offset = weights.get(names[0]), False, 0.0
+    if weight is not None:
+        is_transposed, offset = weight.transpose, -weight.offset  # which the file has added already
+        sizes, wanted = ([size for size in one if size > 1] for one in (shape, weight.shape))
+        is_as_large = sum(math.prod(one) for one in _shapes(file, tensors)) == math.prod(weight.shape)
+        if is_as_large and (is_made or len(weight.shape) == 1 or sizes == wanted):
+            shape = weight.shape
+    final = (*shape[:-2], *reversed(shape[-2:])) if is_transposed else shape
     combine = None if rule.combine is None else partial(rule.combine, config)
-    offset = -architecture.norm_offset if is_norm else 0.0
     matrix = GgufMatrix(
-        file, tensors, final, rule.is_transposed, row_order=rows, columns=columns, offset=offset, combine=combine
+        file, tensors, final, is_transposed, row_order=rows, columns=columns, offset=offset, combine=combine
     )
-    yield ours + rule.name + suffix, matrix
+    yield names[0], matrix
 
 
 def _shapes(file: GgufFile, tensors: tuple[str, ...]) -> list[tuple[int, ...]]:

@@ -1,7 +1,7 @@
 """Architectures of GGUF files: their settings as a `config.json` has them, and the fate of their tensors.
 
-Declarations, in the other modules here, are made of `Rule`s by the names of tensors in a layer, and of what an
-architecture has beside the common settings (see `readers`).
+Declarations, in the other modules here, say what an architecture has beside the common settings (see `readers`), and
+by `Rule`s which weights lie otherwise in files than in the program of a model.
 """
 
 from __future__ import annotations
@@ -120,47 +120,29 @@ Config = dict[str, Any]
 Order = Callable[[Config, int], Tensor | None]
 """The order of some rows or columns in the file, given their number; None if they cannot be those of the model."""
 
-Shape = tuple[int, ...]
-
 MAX_EXPERTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The weight that a tensor of a layer becomes.
+    """How a file has a weight of a layer, if it has it in another way than the program of the model.
 
-    name:      of the weight in its layer. The ending of the tensor follows, unless the rule is for a whole name; `{}`
-               stands for the number of an expert, or of a head
-    second:    of experts, the weight that the second half of their rows becomes
     parts:     tensors whose rows follow those of this one
     rows, columns: their order in the file, see `GgufMatrix`
-    shape:     of the weight, given that of the tensors; if `combine` makes it of several, that of each
-    is_transposed, combine: see `GgufMatrix`
+    combine:   see `GgufMatrix`
     """
 
-    name: str
-    second: str = ""
     parts: tuple[str, ...] = ()
     rows: Order | None = None
     columns: Order | None = None
-    shape: Callable[..., Shape] | None = None
-    is_transposed: bool = False
     combine: Callable[[Config, Sequence[Tensor]], Tensor] | None = None
 
 
-Rules = dict[str, str | Rule]
-"""By names of tensors in a layer, whole (`ssm_dt.bias`) or without their ending (`attn_q`); or of the model."""
+Rules = dict[str, Rule]
+"""By names of tensors in a layer without their ending (`attn_q`)."""
 
-BEHIND = Rule("")
-"""Of tensors whose rows follow those of another one."""
-
-MODEL: Rules = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-LAYER: Rules = {
-    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-}  # fmt: skip
+BEHIND = Rule()
+"""Of tensors whose rows follow those of another one, or that are not used."""
 
 Read = Callable[[Metadata, Config], Any]
 """Reads a setting of a file's model, given the common ones."""
@@ -169,43 +151,23 @@ ABSENT = object()
 """The value of a common setting that an architecture does not have."""
 
 
-def check_heads(data: Metadata, config: Config) -> None:
-    """Heads must be those of some layer's queries, so that nothing is made for more of them."""
-    heads, head_dim = config["num_attention_heads"], config["head_dim"]
-    shapes = data.shapes("attn_output.weight")
-    if not shapes or heads < 1 or shapes[0][-1] != heads * head_dim:
-        raise data.refused(f"claims to have {heads} heads of {head_dim}, and its tensors differ")
-    if data.whole("attention.value_length", head_dim) != head_dim:
-        raise data.refused("has values of another size than keys, which is not read")
-    if isinstance(config["num_key_value_heads"], list):
-        raise data.refused("has layers with different numbers of KV heads, which is not read")
-
-
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """How models of an architecture are described.
 
     kind:         their `model_type` in transformers
-    layer, model: what becomes of their tensors
+    layer:        rules of their tensors
     settings:     what they have beside the common settings, each a value, or a function that reads it
     more:         functions that read several settings
-    layers:       how names of a layer's weights begin, with `{}` for its number
     made:         weights that are not tensors of the file
-    check:        raises InvalidFile if heads are not those of the tensors
-    norm_offset:  what the file adds to weights of norms, but for those that `plain_norms` names
     when:         of several for one name, the first that fits is taken
     """
 
     kind: str
     layer: Rules
-    model: Rules
     settings: Mapping[str, Any]
     more: Sequence[Read] = ()
-    layers: str = "model.layers.{}."
     made: Callable[[Metadata, Config], Mapping[str, Tensor]] = lambda data, config: {}
-    check: Read = check_heads
-    norm_offset: float = 0.0
-    plain_norms: tuple[str, ...] = ()
     when: Callable[[Metadata], bool] = lambda data: True
 
     def read(self, data: Metadata, config: Config) -> Config:

@@ -13,7 +13,7 @@ from cbatch.model.formats.gguf_architectures.architecture import ABSENT, Config,
 from cbatch.model.formats.gguf_architectures.readers import declare, value
 
 # Llama and its kin, most with rows of queries and keys permuted.
-declare("llama", "mixtral", layer=r.PERMUTED | r.BLOCK_SPARSE, more=[r.mixture("num_local_experts")],
+declare("llama", "mixtral", layer=r.PERMUTED, more=[r.mixture("num_local_experts")],
         when=lambda data: data.has_tensor("blk.0.ffn_gate_exps.weight"))  # fmt: skip
 declare("llama", layer=r.PERMUTED, **r.BIASES)
 # Models of text with pictures rotate as one does without them.
@@ -25,7 +25,7 @@ declare("exaone", "llama", rms_norm_eps=lambda data, config: config.get("rms_nor
 # llama.cpp rotates in three of four layers of SmolLM 3, whatever the file says, as transformers does by default.
 declare("arcee", layer=r.PERMUTED, **r.BIASES)
 declare("smollm3", layer=r.PERMUTED, **r.BIASES)
-declare("seed_oss", layer=r.AFTER_ATTENTION, **r.BIASES, attention_out_bias=r.has("attn_output.bias"))
+declare("seed_oss", **r.BIASES, attention_out_bias=r.has("attn_output.bias"))
 
 
 def _scaled_rope(data: Metadata, config: Config) -> Config:
@@ -55,21 +55,20 @@ def _alphas(data: Metadata, config: Config) -> dict[str, Tensor]:
     }
 
 
-declare("apertus", made=_alphas, **r.QUERY_BIAS,
-        layer={"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"})  # fmt: skip
+declare("apertus", made=_alphas, **r.QUERY_BIAS)
 # The base that the file of a HunYuan has is the one that `alpha` has made.
-declare("hunyuan-dense", "hunyuan_v1_dense", layer=r.LATE_NORMS, **r.QUERY_BIAS)
-declare("phi3", layer={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}, rope_parameters=r.long_rope,
+declare("hunyuan-dense", "hunyuan_v1_dense", **r.QUERY_BIAS)
+declare("phi3", rope_parameters=r.long_rope,
         sliding_window=lambda data, config: data.whole("attention.sliding_window", 0) or None)  # fmt: skip
 
 # OLMo, EXAONE and GLM, most with norms after each part.
 declare("olmo", layer=r.PERMUTED, rms_norm_eps=ABSENT,
         clip_qkv=lambda data, config: data.number("attention.clamp_kqv", 0.0) or None)  # fmt: skip
-declare("olmo2", "olmo3", layer=r.BOTH_AFTER, rope_parameters=r.local_rope(5e5), **r.windows(4),
+declare("olmo2", "olmo3", rope_parameters=r.local_rope(5e5), **r.windows(4),
         when=lambda data: data.has("attention.sliding_window"))  # fmt: skip
-declare("olmo2", layer=r.BOTH_AFTER)
-declare("exaone4", layer=r.BOTH_AFTER, more=[r.optional_windows])
-declare("chatglm", "glm", layer={"ffn_up": "mlp.gate_up_proj"}, **r.QUERY_BIAS)
+declare("olmo2")
+declare("exaone4", more=[r.optional_windows])
+declare("chatglm", "glm", **r.QUERY_BIAS)
 
 
 def _halves(heads: int, head_dim: int, config: Config) -> Tensor:
@@ -78,11 +77,9 @@ def _halves(heads: int, head_dim: int, config: Config) -> Tensor:
     return deinterleaved(heads, head_dim, rotated).argsort()
 
 
-_GLM4 = {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
-         "ffn_up": "mlp.gate_up_proj"}  # fmt: skip
-declare("glm4", layer=_GLM4 | r.queries_and_keys(_halves), rope_parameters=r.rope(share=1.0), **r.QUERY_BIAS,
+declare("glm4", layer=r.queries_and_keys(_halves), rope_parameters=r.rope(share=1.0), **r.QUERY_BIAS,
         when=lambda data: data.has("rope.dimension_sections"))  # fmt: skip
-declare("glm4", layer=_GLM4, **r.QUERY_BIAS)
+declare("glm4", **r.QUERY_BIAS)
 
 # Models with LayerNorm.
 _COHERE: dict[str, Any] = {
@@ -91,17 +88,13 @@ _COHERE: dict[str, Any] = {
 declare("command-r", "cohere", **_COHERE, use_qk_norm=r.has("attn_q_norm.weight"))
 declare("cohere2", **_COHERE, **r.windows(4))
 # Files do not say the window that some of these models have.
-declare("starcoder2", layer={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, more=[r.layer_norm("norm_epsilon")],
-        use_bias=r.has("attn_q.bias"))  # fmt: skip
-declare("nemotron", norm_offset=1.0, more=[r.layer_norm("norm_eps")], rope_parameters=r.rope(share=1.0),
+declare("starcoder2", more=[r.layer_norm("norm_epsilon")], use_bias=r.has("attn_q.bias"))
+declare("nemotron", more=[r.layer_norm("norm_eps")], rope_parameters=r.rope(share=1.0),
         **r.QUERY_BIAS, mlp_bias=r.has("ffn_up.bias"))  # fmt: skip
 # The width of the feed-forward part is that of its tensors; files of Phi 2 say four times that of the model.
-declare("phi2", "phi", model={"output_norm": "model.final_layernorm"},
-        layer={"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
-        more=[r.layer_norm("layer_norm_eps")], rope_parameters=r.rope(share=1.0),
+declare("phi2", "phi", more=[r.layer_norm("layer_norm_eps")], rope_parameters=r.rope(share=1.0),
         intermediate_size=r.rows_of("ffn_up"))  # fmt: skip
-_STABLE_NORMS = {f"attn_{part}_norm.weight": f"self_attn.{part}_layernorm.norms.{{}}.weight" for part in "qk"}
-declare("stablelm", layer=_STABLE_NORMS, rope_parameters=r.rope(share=1.0), more=[r.layer_norm("layer_norm_eps")],
+declare("stablelm", rope_parameters=r.rope(share=1.0), more=[r.layer_norm("layer_norm_eps")],
         use_parallel_residual=value("use_parallel_residual", True), use_qkv_bias=r.has("attn_q.bias"),
         qk_layernorm=r.has("attn_q_norm.weight"))  # fmt: skip
 declare("jais2", more=[r.layer_norm("layer_norm_eps")], **r.BIASES)
@@ -112,12 +105,9 @@ def _fused(config: Config, rows: int) -> Tensor:
     return torch.arange(rows).view(3, config["num_attention_heads"], -1).transpose(0, 1).flatten()
 
 
-_NEOX = {"attn_qkv": Rule("attention.query_key_value", rows=_fused), "attn_output": "attention.dense",
-         "ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}  # fmt: skip
-declare("gptneox", "gpt_neox", layer=_NEOX, layers="gpt_neox.layers.{}.",
-        model={"token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm", "output": "embed_out"},
-        more=[r.layer_norm("layer_norm_eps")], rope_parameters=r.rope(share=1.0),
-        attention_bias=r.has("attn_qkv.bias"), use_parallel_residual=value("use_parallel_residual", True))  # fmt: skip
+declare("gptneox", "gpt_neox", layer={"attn_qkv": Rule(rows=_fused)}, more=[r.layer_norm("layer_norm_eps")],
+        rope_parameters=r.rope(share=1.0), attention_bias=r.has("attn_qkv.bias"),
+        use_parallel_residual=value("use_parallel_residual", True))  # fmt: skip
 
 
 def _grouped(config: Config, rows: int) -> Tensor | None:
@@ -135,37 +125,21 @@ def _falcon(data: Metadata, config: Config) -> Config:
     return {"num_kv_heads": count, "multi_query": count == 1, "new_decoder_architecture": count > 1}
 
 
-_FALCON = {"attn_qkv": Rule("self_attention.query_key_value", rows=_grouped), "attn_output": "self_attention.dense",
-           "ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}  # fmt: skip
-_FALCON_SETTINGS: dict[str, Any] = {
-    "layers": "transformer.h.{}.", "more": [r.layer_norm("layer_norm_epsilon"), _falcon],
-    "model": {"token_embd": "transformer.word_embeddings", "output_norm": "transformer.ln_f"},
+_FALCON: dict[str, Any] = {
+    "layer": {"attn_qkv": Rule(rows=_grouped)}, "more": [r.layer_norm("layer_norm_epsilon"), _falcon],
     "intermediate_size": ABSENT, "ffn_hidden_size": r.rows_of("ffn_up"), "bias": r.has("attn_qkv.bias"),
 }  # fmt: skip
-declare("falcon", layer=_FALCON | {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"}, num_ln_in_parallel_attn=2,
-        when=lambda data: data.has_tensor("blk.0.attn_norm_2.weight"), **_FALCON_SETTINGS)  # fmt: skip
-declare("falcon", layer=_FALCON, num_ln_in_parallel_attn=1, **_FALCON_SETTINGS)
+declare("falcon", num_ln_in_parallel_attn=2, when=lambda data: data.has_tensor("blk.0.attn_norm_2.weight"), **_FALCON)
+declare("falcon", num_ln_in_parallel_attn=1, **_FALCON)
 
-
-def _gpt(is_transposed: bool) -> dict[str, Any]:
-    """A declaration. is_transposed: transformers has matrices as [depth, columns]"""
-    names = {"attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
-    rules = {theirs: Rule(ours, is_transposed=is_transposed) for theirs, ours in names.items()}
-    return {
-        "layer": {"attn_norm": "ln_1", "ffn_norm": "ln_2"} | rules, "layers": "transformer.h.{}.",
-        "model": {"token_embd": "transformer.wte", "position_embd": "transformer.wpe",
-                  "output_norm": "transformer.ln_f"},
-        "more": [r.layer_norm("layer_norm_epsilon")], "rope_parameters": ABSENT, "head_dim": ABSENT,
-        # Files say four times the width of the model.
-        "intermediate_size": ABSENT, "n_inner": r.rows_of("ffn_up"),
-    }  # fmt: skip
-
-
-declare("gpt2", **_gpt(True))
-declare("starcoder", "gpt_bigcode", **_gpt(False), num_key_value_heads=ABSENT,
+# Files say four times the width of the model.
+_GPT: dict[str, Any] = {
+    "more": [r.layer_norm("layer_norm_epsilon")], "rope_parameters": ABSENT, "head_dim": ABSENT,
+    "intermediate_size": ABSENT, "n_inner": r.rows_of("ffn_up"),
+}  # fmt: skip
+declare("gpt2", **_GPT)
+declare("starcoder", "gpt_bigcode", **_GPT, num_key_value_heads=ABSENT,
         multi_query=lambda data, config: config["num_key_value_heads"] == 1)  # fmt: skip
-
-# Gemma, whose files add 1 to the weights of norms, up to the third one.
 
 
 def _largest_scales_by_width(layers: int) -> Read:
@@ -178,13 +152,12 @@ def _largest_scales_by_width(layers: int) -> Read:
     return read
 
 
-_BOTH_SIDES = r.BOTH_AFTER | {"ffn_norm": "pre_feedforward_layernorm"}
-declare("gemma", norm_offset=1.0)
-declare("gemma2", layer=_BOTH_SIDES, norm_offset=1.0, sliding_window=value("attention.sliding_window", 4096),
+declare("gemma")
+declare("gemma2", sliding_window=value("attention.sliding_window", 4096),
         attn_logit_softcapping=value("attn_logit_softcapping", 50.0),
         final_logit_softcapping=value("final_logit_softcapping", 30.0),
         query_pre_attn_scalar=_largest_scales_by_width(46))  # fmt: skip
-declare("gemma3", "gemma3_text", layer=_BOTH_SIDES, norm_offset=1.0, rope_parameters=r.local_rope(1e6, 10000.0),
+declare("gemma3", "gemma3_text", rope_parameters=r.local_rope(1e6, 10000.0),
         **r.windows(6), query_pre_attn_scalar=_largest_scales_by_width(62))  # fmt: skip
 
 
@@ -192,13 +165,6 @@ def _gemma4_kinds(data: Metadata, config: Config) -> list[tuple[str, int]]:
     """The type of each layer, and the size of its heads."""
     sizes = {"sliding_attention": data.whole("attention.key_length_swa"), "full_attention": config["head_dim"]}
     return [(kind, sizes[kind]) for kind in r.read_layer_types(data, config, 6)]
-
-
-def _check_gemma4(data: Metadata, config: Config) -> None:
-    heads = config["num_attention_heads"]
-    for layer, (_, size) in enumerate(_gemma4_kinds(data, config)):
-        if data.shape(f"blk.{layer}.attn_output.weight")[-1] != heads * size or heads < 1:
-            raise data.refused(f"claims to have {heads} heads of {size} in layer {layer}, and its tensors differ")
 
 
 def _gemma4(data: Metadata, config: Config) -> Config:
@@ -230,19 +196,7 @@ def _gemma4_rope(data: Metadata, config: Config) -> Config:
     }  # fmt: skip
 
 
-_GEMMA4 = {
-    **_BOTH_SIDES, "layer_output_scale.weight": "layer_scalar", "inp_gate": "per_layer_input_gate",
-    "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm",
-    "post_ffw_norm_1": "post_feedforward_layernorm_1", "post_ffw_norm_2": "post_feedforward_layernorm_2",
-    "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "ffn_gate_inp": "router.proj",
-    "ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale",
-    **r.joint_experts("experts.gate_up_proj", "experts.down_proj"),
-}  # fmt: skip
-_GEMMA4_MODEL = {
-    "per_layer_token_embd": "model.embed_tokens_per_layer", "per_layer_model_proj": "model.per_layer_model_projection",
-    "per_layer_proj_norm": "model.per_layer_projection_norm",
-}  # fmt: skip
-declare("gemma4", "gemma4_text", layer=_GEMMA4, model=_GEMMA4_MODEL, check=_check_gemma4, more=[_gemma4],
+declare("gemma4", "gemma4_text", layer=r.JOINT_EXPERTS, more=[_gemma4],
         sliding_window=r.window, rope_parameters=_gemma4_rope,
         num_kv_shared_layers=value("attention.shared_kv_layers", 0),
         hidden_size_per_layer_input=value("embedding_length_per_layer_input", 0),

@@ -9,37 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cbatch.base.model_files import InvalidFile
 from cbatch.model.formats.gguf_architectures import readers as r
-from cbatch.model.formats.gguf_architectures.architecture import BEHIND, Config, Metadata, Rule, Shape
+from cbatch.model.formats.gguf_architectures.architecture import BEHIND, Config, Metadata, Rule
 from cbatch.model.formats.gguf_architectures.readers import declare, value
 
 _MIXTURE = r.mixture("num_experts", size="moe_intermediate_size")
-_GATED = r.experts() | {"ffn_gate_inp": "mlp.gate"}
-declare("hunyuan-moe", "hunyuan_v1_moe", more=[r.mixture("num_experts", "moe_topk")], **r.QUERY_BIAS,
-        layer=r.LATE_NORMS | r.experts() | r.feed_forward("mlp.shared_mlp.", "_shexp")
-        | {"ffn_gate_inp": "mlp.gate.wg"})  # fmt: skip
-declare("olmoe", layer=_GATED, more=[r.mixture("num_experts", size="intermediate_size")])
+declare("hunyuan-moe", "hunyuan_v1_moe", more=[r.mixture("num_experts", "moe_topk")], **r.QUERY_BIAS)
+declare("olmoe", more=[r.mixture("num_experts", size="intermediate_size")])
 
 _ROUTED = r.mixture("n_routed_experts", size="moe_intermediate_size")
 _BIASED_EXPERTS = [_ROUTED, r.biased]
-_SHARED = r.feed_forward("mlp.shared_experts.", "_shexp")
-_BIASED = _GATED | _SHARED | {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
-declare("glm4moe", "glm4_moe", layer=_BIASED | r.AFTER_ATTENTION, more=_BIASED_EXPERTS, **r.QUERY_BIAS,
-        use_qk_norm=r.has("attn_q_norm.weight"), rope_parameters=r.rope(share=1.0))  # fmt: skip
-declare("exaone-moe", "exaone_moe", layer=_BIASED | {"exp_probs_b.bias": "mlp.e_score_correction_bias"},
-        more=[*_BIASED_EXPERTS, r.optional_windows])  # fmt: skip
-declare("dots1", layer=_BIASED, more=_BIASED_EXPERTS, **r.QUERY_BIAS, sliding_window=None)
+declare("glm4moe", "glm4_moe", more=_BIASED_EXPERTS, **r.QUERY_BIAS, use_qk_norm=r.has("attn_q_norm.weight"),
+        rope_parameters=r.rope(share=1.0))  # fmt: skip
+declare("exaone-moe", "exaone_moe", more=[*_BIASED_EXPERTS, r.optional_windows])
+declare("dots1", more=_BIASED_EXPERTS, **r.QUERY_BIAS, sliding_window=None)
 
 
 def _num_shared(data: Metadata, config: Config) -> int:
     return r.shared_size(data, config) // r.expert_size(data)
 
 
-_STATICS = Rule("mlp.moe_statics.e_score_correction_bias", shape=lambda shape: (1, shape[-1]))
 # Neighbours are rotated together in transformers, too.
-declare("ernie4_5-moe", "ernie4_5_moe", layer=_BIASED | {"exp_probs_b.bias": _STATICS},
-        more=[r.mixture("moe_num_experts", "moe_k", "moe_intermediate_size")], moe_num_shared_experts=_num_shared,
+declare("ernie4_5-moe", "ernie4_5_moe", more=[r.mixture("moe_num_experts", "moe_k", "moe_intermediate_size")],
+        moe_num_shared_experts=_num_shared,
         moe_layer_interval=value("interleave_moe_layer_step", 1),
         moe_layer_start_index=value("leading_dense_block_count", 0), use_bias=r.has("attn_q.bias"))  # fmt: skip
 
@@ -54,45 +46,24 @@ def _gpt_oss_rope(data: Metadata, config: Config) -> Config:
     return {"beta_fast": 32.0, "beta_slow": 1.0} | rope | {"truncate": False} if rope["rope_type"] == "yarn" else rope
 
 
-_GPT_OSS = {
-    **r.AFTER_ATTENTION, "ffn_gate_inp": "mlp.router", "attn_sinks.weight": "self_attn.sinks",
-    "ffn_gate_exps.weight": Rule("mlp.experts.gate_up_proj", parts=("ffn_up_exps.weight",), rows=_in_turns,
-                                 is_transposed=True),
-    "ffn_gate_exps.bias": Rule("mlp.experts.gate_up_proj_bias", parts=("ffn_up_exps.bias",), rows=_in_turns),
-    "ffn_down_exps.weight": Rule("mlp.experts.down_proj", is_transposed=True),
-    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
-}  # fmt: skip
+_GPT_OSS = {"ffn_gate_exps": Rule(parts=("ffn_up_exps",), rows=_in_turns)}
 declare("gpt-oss", "gpt_oss", layer=_GPT_OSS, rope_parameters=_gpt_oss_rope, more=[r.mixture("num_local_experts")],
         sliding_window=r.window, intermediate_size=r.rows_of("ffn_gate_exps"))  # fmt: skip
 
-declare("minimax-m2", "minimax_m2", layer=r.BLOCK_SPARSE, rope_parameters=r.rope(share=1.0),
+declare("minimax-m2", "minimax_m2", rope_parameters=r.rope(share=1.0),
         more=[r.mixture("num_local_experts", size="intermediate_size")])  # fmt: skip
-declare("mellum", layer=_GATED, rope_parameters=r.local_rope(10000.0), more=[_MIXTURE, r.optional_windows])
-_AFMOE = {
-    **r.experts(), **_SHARED, **r.AFTER_ATTENTION, "ffn_norm": "pre_mlp_layernorm",
-    "post_ffw_norm": "post_mlp_layernorm", "attn_gate": "self_attn.gate_proj", "ffn_gate_inp": "mlp.router.gate",
-    "exp_probs_b.bias": "mlp.expert_bias",
-}  # fmt: skip
-declare("afmoe", layer=_AFMOE, more=[_MIXTURE, r.optional_windows], **r.QUERY_BIAS, mup_enabled=True,
+declare("mellum", rope_parameters=r.local_rope(10000.0), more=[_MIXTURE, r.optional_windows])
+declare("afmoe", more=[_MIXTURE, r.optional_windows], **r.QUERY_BIAS, mup_enabled=True,
         num_shared_experts=value("expert_shared_count", 0), num_dense_layers=value("leading_dense_block_count", 0),
         route_scale=value("expert_weights_scale", 1.0))  # fmt: skip
 # llama.cpp has the numbers of transformers' class for chunks and for how queries grow, and norms in all but the largest
 # model.
-_LLAMA4 = {
-    **r.feed_forward("feed_forward."), **r.feed_forward("feed_forward.shared_expert.", "_shexp"),
-    "ffn_gate_inp": "feed_forward.router",
-    **r.joint_experts("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj", is_transposed=True),
-}  # fmt: skip
-declare("llama4", "llama4_text", layer=_LLAMA4, **r.QUERY_BIAS,
+declare("llama4", "llama4_text", layer=r.JOINT_EXPERTS, **r.QUERY_BIAS,
         more=[lambda data, config: {"intermediate_size_mlp": config["intermediate_size"]},
               r.mixture("num_local_experts", size="intermediate_size")],
         interleave_moe_layer_step=value("interleave_moe_layer_step", 1),
         use_qk_norm=lambda data, config: data.whole("expert_count") != 128)  # fmt: skip
-_HY_V3 = {
-    **r.experts(), **r.feed_forward("mlp.shared_mlp.", "_shexp"), "ffn_gate_inp": "mlp.router.gate",
-    "exp_probs_b.bias": "mlp.expert_bias", "exp_probs_b": "mlp.expert_bias",
-}  # fmt: skip
-declare("hy_v3", layer=_HY_V3, **r.QUERY_BIAS, more=[_MIXTURE], num_shared_experts=_num_shared,
+declare("hy_v3", **r.QUERY_BIAS, more=[_MIXTURE], num_shared_experts=_num_shared,
         router_scaling_factor=value("expert_weights_scale", 1.0),
         mlp_layer_types=r.types("ffn_gate_inp", "sparse", "dense"))  # fmt: skip
 
@@ -105,16 +76,6 @@ def _sizes(data: Metadata, config: Config) -> tuple[int, int, int]:
     by_width = config["hidden_size"] // max(config["num_attention_heads"], 1)
     values = data.whole("attention.value_length_mla", data.whole("attention.value_length", by_width))
     return width, data.whole("rope.dimension_count"), values
-
-
-def _check(data: Metadata, config: Config) -> None:
-    heads, (width, rotated, values) = config["num_attention_heads"], _sizes(data, config)
-    queries = data.shapes("attn_q_b.weight") or data.shapes("attn_q.weight")
-    found = [(first[0], last[-1]) for first, last in zip(queries, data.shapes("attn_output.weight"), strict=False)]
-    if heads < 1 or found[:1] != [(heads * width, heads * values)] or rotated > width:
-        raise data.refused(
-            f"claims to have {heads} heads of {width} and {values}, of which {rotated} rotate; its tensors differ"
-        )
 
 
 def _latent(data: Metadata, config: Config) -> Config:
@@ -141,21 +102,8 @@ def _keys_values(config: Config, parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1)
 
 
-def _keys_values_shape(keys: Shape, values: Shape) -> Shape:
-    if len(keys) != 3 or len(values) != 3 or (keys[0], keys[1]) != (values[0], values[2]):
-        raise InvalidFile(f"The tensors attn_k_b and attn_v_b have the shapes {keys} and {values}.")
-    return keys[0] * (keys[2] + values[1]), keys[1]
-
-
-_LATENT = {
-    "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm",
-    "attn_q_b": "self_attn.q_b_proj", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    "attn_kv_a_norm": "self_attn.kv_a_layernorm", "attn_kv_b": "self_attn.kv_b_proj",
-    "attn_k_b.weight": Rule("self_attn.kv_b_proj.weight", parts=("attn_v_b.weight",), combine=_keys_values,
-                            shape=_keys_values_shape),
-}  # fmt: skip
-_LATENT_EXPERTS = _BIASED | _LATENT
-_SETTINGS: dict[str, Any] = {"check": _check, "rope_parameters": _rope, "attention_bias": r.has("attn_q_a.bias")}
+_LATENT = {"attn_k_b": Rule(parts=("attn_v_b",), combine=_keys_values)}
+_SETTINGS: dict[str, Any] = {"rope_parameters": _rope, "attention_bias": r.has("attn_q_a.bias")}
 
 
 def _softmax(data: Metadata, config: Config) -> Config:
@@ -172,14 +120,14 @@ def _softmax(data: Metadata, config: Config) -> Config:
 # Those of A.X K1 and others without experts in all layers have other names in transformers, and compute the same.
 declare("deepseek2", "youtu", layer=_LATENT, more=[_latent], **_SETTINGS,
         when=lambda data: not data.whole("expert_count", 0))  # fmt: skip
-declare("deepseek2", "deepseek_v3", layer=_LATENT_EXPERTS, more=[_latent, *_BIASED_EXPERTS], **_SETTINGS,
+declare("deepseek2", "deepseek_v3", layer=_LATENT, more=[_latent, *_BIASED_EXPERTS], **_SETTINGS,
         when=lambda data: bool(data.shapes("exp_probs_b.bias")))  # fmt: skip
-declare("deepseek2", "deepseek_v2", layer=_LATENT_EXPERTS, more=[_latent, _ROUTED, _softmax], **_SETTINGS)
+declare("deepseek2", "deepseek_v2", layer=_LATENT, more=[_latent, _ROUTED, _softmax], **_SETTINGS)
 
 # Weights of the index are not used where it chooses everything.
 _INDEX = {f"indexer.{name}": BEHIND for name in ("k_norm", "proj", "attn_k", "attn_q_b")}
 for _name, _kind in (("deepseek32", "deepseek_v32"), ("glm-dsa", "glm_moe_dsa")):
-    declare(_name, _kind, layer=_LATENT_EXPERTS | _INDEX, more=[_latent, *_BIASED_EXPERTS], **_SETTINGS,
+    declare(_name, _kind, layer=_LATENT | _INDEX, more=[_latent, *_BIASED_EXPERTS], **_SETTINGS,
             index_topk=lambda data, config: data.whole("attention.indexer.top_k"))  # fmt: skip
 
 
@@ -188,7 +136,7 @@ def _growing_rope(data: Metadata, config: Config) -> Config:
     return _rope(data, config) | {"llama_4_scaling_beta": data.number("attention.temperature_scale", 0.0)}
 
 
-declare("mistral4", layer=_LATENT_EXPERTS, more=[_latent, _ROUTED, partial(r.biased, function=1)], check=_check,
+declare("mistral4", layer=_LATENT, more=[_latent, _ROUTED, partial(r.biased, function=1)],
         rope_parameters=_growing_rope)  # fmt: skip
 # llama.cpp scales embedding, residual and logits of the one MiniCPM 3 there is by what transformers' class has.
 declare("minicpm3", layer=_LATENT, more=[_latent], **_SETTINGS)

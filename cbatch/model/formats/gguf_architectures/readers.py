@@ -22,10 +22,9 @@ def declare(names: str, kind: str = "", /, **given: Any) -> None:
     """
     given = {"rope_parameters": read_rope} | given
     own = {field.name: given.pop(field.name) for field in fields(architecture.Architecture) if field.name in given}
-    layer = architecture.LAYER | own.pop("layer", {})
-    layer |= {part: BEHIND for rule in layer.values() if isinstance(rule, Rule) for part in rule.parts}
-    model = architecture.MODEL | own.pop("model", {})
-    declared = architecture.Architecture(kind or names.split()[0], layer, model, given, **own)
+    layer = own.pop("layer", {})
+    layer |= {part: BEHIND for rule in layer.values() for part in rule.parts}
+    declared = architecture.Architecture(kind or names.split()[0], layer, given, **own)
     for name in names.split():
         architecture.architectures.setdefault(name, []).append(declared)
 
@@ -57,46 +56,22 @@ def rows_of(tensor: str) -> Read:
 def queries_and_keys(order: Callable[[int, int, Config], Tensor]) -> Rules:
     """Rules of rows in another order, given the number of heads and the size of each."""
 
-    def rule(name: str, heads: str) -> Rule:
+    def rule(heads: str) -> Rule:
         def rows(config: Config, count: int) -> Tensor | None:
             number, head_dim = config[heads], config["head_dim"]
             return None if count != number * head_dim or head_dim % 2 else order(number, head_dim, config)
 
-        return Rule(f"self_attn.{name}_proj", rows=rows)
+        return Rule(rows=rows)
 
-    return {"attn_q": rule("q", "num_attention_heads"), "attn_k": rule("k", "num_key_value_heads")}
+    return {"attn_q": rule("num_attention_heads"), "attn_k": rule("num_key_value_heads")}
 
 
 # Neighbours are rotated together in llama.cpp, in Llama and its kin.
 PERMUTED = queries_and_keys(lambda heads, head_dim, config: deinterleaved(heads, head_dim, head_dim))
 
 
-def experts(
-    prefix: str = "mlp.experts.{}.", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
-) -> Rules:
-    """The matrices of all experts, which transformers has one by one."""
-    return {
-        "ffn_gate_exps": prefix + gate, "ffn_up_exps": prefix + up, "ffn_down_exps": prefix + down,
-        "ffn_gate_up_exps": Rule(prefix + gate, prefix + up),
-    }  # fmt: skip
-
-
-def joint_experts(up: str, down: str, *, is_transposed: bool = False) -> Rules:
-    """The matrices of all experts, which transformers has in one weight, gate and up side by side."""
-    return {
-        "ffn_gate_exps.weight": Rule(up, parts=("ffn_up_exps.weight",), is_transposed=is_transposed),
-        "ffn_gate_up_exps.weight": Rule(up, is_transposed=is_transposed),
-        "ffn_down_exps.weight": Rule(down, is_transposed=is_transposed),
-    }
-
-
-BLOCK_SPARSE = experts("block_sparse_moe.experts.{}.", "w1", "w3", "w2") | {
-    "ffn_gate_inp": "block_sparse_moe.gate", "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"
-}  # fmt: skip
-
-
-def feed_forward(prefix: str, suffix: str = "") -> Rules:
-    return {f"ffn_{part}{suffix}": f"{prefix}{part}_proj" for part in ("gate", "up", "down")}
+# Gate and up of experts are side by side in transformers.
+JOINT_EXPERTS: Rules = {"ffn_gate_exps": Rule(parts=("ffn_up_exps",))}
 
 
 def expert_size(data: Metadata) -> int:
@@ -143,9 +118,6 @@ def read_layer_types(data: Metadata, config: Config, period: int) -> list[str]:
 
 QUERY_BIAS = {"attention_bias": has("attn_q.bias")}
 BIASES = QUERY_BIAS | {"mlp_bias": has("ffn_down.bias")}
-AFTER_ATTENTION: Rules = {"post_attention_norm": "post_attention_layernorm"}
-BOTH_AFTER: Rules = AFTER_ATTENTION | {"post_ffw_norm": "post_feedforward_layernorm"}
-LATE_NORMS: Rules = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 
 
 def mixture(count: str, top_k: str = "num_experts_per_tok", size: str = "") -> Read:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,32 +10,10 @@ import torch
 from torch import Tensor
 
 from cbatch.model.formats.gguf_architectures import readers as r
-from cbatch.model.formats.gguf_architectures.architecture import ABSENT, Config, Metadata, Rule, Rules, Shape
+from cbatch.model.formats.gguf_architectures.architecture import ABSENT, Config, Metadata, Rule
 from cbatch.model.formats.gguf_architectures.readers import declare, value
 
 # Models of which most layers are short convolutions or Mamba 2.
-
-
-def _flat(shape: Shape) -> Shape:
-    """That of a vector, whatever the file makes of it."""
-    return (math.prod(shape),)
-
-
-def _with_channel(shape: Shape) -> Shape:
-    """That of a convolution's weight: transformers has a dimension of one channel between the others."""
-    return (shape[0], 1, shape[1]) if len(shape) == 2 else shape
-
-
-_LFM = {
-    "attn_norm": "operator_norm", "attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm",
-    "attn_k_norm": "self_attn.k_layernorm", "ffn_norm": "ffn_norm", "ffn_gate": "feed_forward.w1",
-    "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2", "shortconv.in_proj": "conv.in_proj",
-    "shortconv.out_proj": "conv.out_proj", "shortconv.conv.weight": Rule("conv.conv.weight", shape=_with_channel),
-    "shortconv.conv.bias": "conv.conv.bias",
-}  # fmt: skip
-_LFM_EXPERTS = r.experts("feed_forward.experts.{}.", "w1", "w3", "w2") | {
-    "ffn_gate_inp": "feed_forward.gate", "exp_probs_b.bias": "feed_forward.expert_bias"
-}  # fmt: skip
 
 
 def _lfm(data: Metadata, config: Config) -> Config:
@@ -44,12 +21,11 @@ def _lfm(data: Metadata, config: Config) -> Config:
 
 
 _LFM_SETTINGS: dict[str, Any] = {
-    "model": {"token_embd_norm": "model.embedding_norm", "output_norm": "model.embedding_norm"},
     "rope_parameters": r.rope(1e6), "layer_types": r.types("attn_q", "full_attention", "conv"),
     "conv_bias": r.has("shortconv.in_proj.bias"),
 }  # fmt: skip
-declare("lfm2", layer=_LFM, more=[_lfm], **_LFM_SETTINGS, block_auto_adjust_ff_dim=False)
-declare("lfm2moe", "lfm2_moe", layer=_LFM | _LFM_EXPERTS, **_LFM_SETTINGS,
+declare("lfm2", more=[_lfm], **_LFM_SETTINGS, block_auto_adjust_ff_dim=False)
+declare("lfm2moe", "lfm2_moe", **_LFM_SETTINGS,
         more=[_lfm, r.mixture("num_experts", size="moe_intermediate_size")],
         num_dense_layers=value("leading_dense_block_count", 0), use_expert_bias=r.has("exp_probs_b.bias"))  # fmt: skip
 
@@ -58,11 +34,7 @@ _MULTIPLIERS: dict[str, Any] = {
     "attention_multiplier": lambda data, config: data.number("attention.scale", config["head_dim"] ** -0.5),
     "logits_scaling": lambda data, config: data.number("logit_scale", 1.0) or 1.0,
 }  # fmt: skip
-_MIXTURE = {
-    **r.joint_experts("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
-    "ffn_gate_inp": "block_sparse_moe.router.layer", "ffn_down_shexp": "shared_mlp.output_linear",
-    "ffn_gate_shexp": Rule("shared_mlp.input_linear", parts=("ffn_up_shexp",)),
-}  # fmt: skip
+_MIXTURE = r.JOINT_EXPERTS | {"ffn_gate_shexp": Rule(parts=("ffn_up_shexp",))}
 _SIZED = r.mixture("num_local_experts", size="intermediate_size")
 declare("granite", layer=r.PERMUTED, **_MULTIPLIERS, **r.BIASES)
 # Those without shared experts are of the same kind as those with them.
@@ -100,24 +72,11 @@ def _decay_log(config: Config, parts: Sequence[Tensor]) -> Tensor:
     return torch.log(-parts[0].float()).flatten()
 
 
-def _scan(prefix: str) -> Rules:
-    return {
-        "ssm_in": f"{prefix}in_proj", "ssm_conv1d.weight": Rule(f"{prefix}conv1d.weight", shape=_with_channel),
-        "ssm_conv1d.bias": f"{prefix}conv1d.bias", "ssm_dt.bias": f"{prefix}dt_bias",
-        "ssm_a": Rule(f"{prefix}A_log", combine=_decay_log, shape=_flat), "ssm_d": Rule(f"{prefix}D", shape=_flat),
-        "ssm_norm": Rule(f"{prefix}norm", shape=_flat), "ssm_out": f"{prefix}out_proj",
-    }  # fmt: skip
-
-
-_MAMBA_MODEL = {"output_norm": "model.final_layernorm"}
-_MAMBA = {
-    **_scan("mamba."), "ffn_gate": Rule("shared_mlp.input_linear", parts=("ffn_up",)),
-    "ffn_down": "shared_mlp.output_linear",
-}  # fmt: skip
-_GATED = r.feed_forward("feed_forward.") | {"ffn_norm": "pre_ff_layernorm"}
+_SCAN = {"ssm_a": Rule(combine=_decay_log)}
+_MAMBA = _SCAN | {"ffn_gate": Rule(parts=("ffn_up",))}
 # Bamba is the one that rotates.
-declare("granitehybrid", "bamba", layer=r.PERMUTED | _scan("mamba.") | _GATED, model=_MAMBA_MODEL,
-        rope_parameters=r.rope(share=1.0), more=[_mamba], **r.BIASES,
+declare("granitehybrid", "bamba", layer=r.PERMUTED | _SCAN, rope_parameters=r.rope(share=1.0), more=[_mamba],
+        **r.BIASES,
         attn_layer_indices=lambda data, config: [
             layer for layer in range(config["num_hidden_layers"]) if data.has_tensor(f"blk.{layer}.attn_q.weight")
         ],
@@ -127,8 +86,7 @@ declare("granitehybrid", "granitemoehybrid", layer=r.PERMUTED | _MIXTURE | _MAMB
         layer_types=r.types("attn_q", "full_attention", "linear_attention"))  # fmt: skip
 
 # All multipliers are in the weights.
-declare("falcon-h1", "falcon_h1", model=_MAMBA_MODEL, more=[_scan_sizes], **r.BIASES,
-        layer=_scan("mamba.") | _GATED | dict.fromkeys(("ffn_norm", "ffn_norm.weight"), "pre_ff_layernorm.weight"),
+declare("falcon-h1", "falcon_h1", layer=_SCAN, more=[_scan_sizes], **r.BIASES,
         mamba_conv_bias=r.has("ssm_conv1d.bias"), mamba_proj_bias=r.has("ssm_in.bias"),
         projectors_bias=r.has("ssm_out.bias"), mamba_rms_norm=r.has("ssm_norm.weight"),
         mamba_norm_before_gate=False, mamba_d_ssm=lambda data, config: data.whole("ssm.inner_size"))  # fmt: skip
@@ -156,22 +114,11 @@ def _nemotron(data: Metadata, config: Config) -> Config:
     return found
 
 
-_NEMOTRON = {
-    **_scan("mixer."), **{f"attn_{part}": f"mixer.{part}_proj" for part in "qkv"}, "attn_norm": "norm",
-    "attn_output": "mixer.o_proj", "ffn_gate_inp": "mixer.gate", **r.feed_forward("mixer."),
-    **r.feed_forward("mixer.experts.{}.", "_exps"), **r.feed_forward("mixer.shared_experts.", "_shexp"),
-    "exp_probs_b.bias": "mixer.gate.e_score_correction_bias", "ffn_latent_down": "mixer.fc1_latent_proj",
-    "ffn_latent_up": "mixer.fc2_latent_proj",
-}  # fmt: skip
-declare("nemotron_h nemotron_h_moe", layer=_NEMOTRON, more=[_nemotron], rope_parameters=ABSENT,
-        model={"token_embd": "model.embeddings", "output_norm": "model.norm_f"}, use_bias=r.has("ssm_in.bias"),
-        use_conv_bias=r.has("ssm_conv1d.bias"), mlp_bias=r.has("ffn_up.bias"))  # fmt: skip
+declare("nemotron_h nemotron_h_moe", layer=_SCAN, more=[_nemotron], rope_parameters=ABSENT,
+        use_bias=r.has("ssm_in.bias"), use_conv_bias=r.has("ssm_conv1d.bias"),
+        mlp_bias=r.has("ffn_up.bias"))  # fmt: skip
 
 # Qwen 2 to 3.5. Gated delta nets have their heads of values in another order.
-_EXPERTS = {
-    **r.experts(), **r.feed_forward("mlp.shared_expert.", "_shexp"), "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_inp_shexp": Rule("mlp.shared_expert_gate", shape=lambda shape: (1, shape[-1])),
-}  # fmt: skip
 
 
 def _shared_expert(data: Metadata, config: Config) -> Config:
@@ -180,8 +127,8 @@ def _shared_expert(data: Metadata, config: Config) -> Config:
 
 _QWEN_EXPERTS = [r.mixture("num_experts", size="moe_intermediate_size"), _shared_expert]
 # llama.cpp divides by the sum of a token's weights for Qwen 3, and does not for Qwen 2.
-declare("qwen2moe", "qwen2_moe", layer=_EXPERTS, more=_QWEN_EXPERTS)
-declare("qwen3moe qwen3vlmoe", "qwen3_moe", layer=_EXPERTS, more=_QWEN_EXPERTS, norm_topk_prob=True)
+declare("qwen2moe", "qwen2_moe", more=_QWEN_EXPERTS)
+declare("qwen3moe qwen3vlmoe", "qwen3_moe", more=_QWEN_EXPERTS, norm_topk_prob=True)
 
 
 def _values_by_key(config: Config, width: int) -> Tensor:
@@ -229,22 +176,16 @@ def _delta_sizes(data: Metadata, config: Config) -> Config:
 
 
 _ALL, _ONE_EACH = partial(_values, with_keys=True), partial(_values, width=1)
-_ONES = {"ssm_alpha": "in_proj_a", "ssm_beta": "in_proj_b", "ssm_dt.bias": "dt_bias"}
 # Heads of values share those of keys in turns in the files of Qwen 3.5, and next to each other in transformers.
 _DELTA = {
-    **r.AFTER_ATTENTION, **_scan("linear_attn."), "attn_qkv": Rule("linear_attn.in_proj_qkv", rows=_ALL),
-    "attn_gate": Rule("linear_attn.in_proj_z", rows=_values), "ssm_out": Rule("linear_attn.out_proj", columns=_values),
-    "ssm_conv1d.weight": Rule("linear_attn.conv1d.weight", rows=_ALL, shape=_with_channel),
-    **{theirs: Rule(f"linear_attn.{ours}", rows=_ONE_EACH) for theirs, ours in _ONES.items()},
-    "ssm_a": Rule("linear_attn.A_log", combine=_decay_log_by_value),
+    "attn_qkv": Rule(rows=_ALL), "attn_gate": Rule(rows=_values), "ssm_out": Rule(columns=_values),
+    "ssm_conv1d": Rule(rows=_ALL), "ssm_a": Rule(combine=_decay_log_by_value),
+    **dict.fromkeys(("ssm_alpha", "ssm_beta", "ssm_dt"), Rule(rows=_ONE_EACH)),
 }  # fmt: skip
 # Qwen 3 Next has them in the order of transformers.
-_NEXT = {
-    **r.AFTER_ATTENTION, **_EXPERTS, **_scan("linear_attn."), "ssm_in": "linear_attn.in_proj_qkvz",
-    "attn_qkv": Rule("linear_attn.in_proj_qkvz", parts=("attn_gate",), rows=_by_key_heads),
-    "ssm_ba": "linear_attn.in_proj_ba",
-}  # fmt: skip
-_DELTA_NET: dict[str, Any] = {"norm_offset": 1.0, "plain_norms": ("ssm_norm",), "rope_parameters": r.rope(share=1.0)}
-declare("qwen35", "qwen3_5_text", layer=_DELTA, more=[_delta_sizes], **_DELTA_NET)
-declare("qwen35moe", "qwen3_5_moe_text", layer=_DELTA | _EXPERTS, more=[_delta_sizes, *_QWEN_EXPERTS], **_DELTA_NET)
-declare("qwen3next", "qwen3_next", layer=_NEXT, more=[_delta_sizes, *_QWEN_EXPERTS], **_DELTA_NET)
+_NEXT = _SCAN | {"attn_qkv": Rule(parts=("attn_gate",), rows=_by_key_heads)}
+_ROPE = r.rope(share=1.0)
+_QWEN_HYBRID = [_delta_sizes, *_QWEN_EXPERTS]
+declare("qwen35", "qwen3_5_text", layer=_DELTA, more=[_delta_sizes], rope_parameters=_ROPE)
+declare("qwen35moe", "qwen3_5_moe_text", layer=_DELTA, more=_QWEN_HYBRID, rope_parameters=_ROPE)
+declare("qwen3next", "qwen3_next", layer=_NEXT, more=_QWEN_HYBRID, rope_parameters=_ROPE)
