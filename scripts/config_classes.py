@@ -24,7 +24,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
 from cbatch.model.config_classes import PATH
-from cbatch.model.families import declared_kinds
+from cbatch.model.families import declarations
 
 SHARED_SOURCE = ("masking_utils", "cache_utils", "modeling_rope_utils", "integrations.moe")
 """Modules that read settings of every model."""
@@ -237,7 +237,7 @@ def wrapper(kind: str) -> dict[str, Any] | None:
 
 def table() -> dict[str, Any]:
     """The whole table, for the types that are declared here, and those that wrap one of these."""
-    kinds = [kind for kind in declared_kinds() if kind in CONFIG_MAPPING]
+    kinds = [kind for kind in sorted(declarations) if kind in CONFIG_MAPPING]
     wrappers = {kind: found for kind in sorted(CONFIG_MAPPING) if (found := wrapper(kind)) is not None}
     return {
         "transformers": transformers.__version__,

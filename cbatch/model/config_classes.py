@@ -89,11 +89,6 @@ def class_of(kind: str) -> ConfigClass | None:
     return ConfigClass(defaults, read, entry.get("names", {}), entry.get("ends"))
 
 
-def wrappers() -> list[str]:
-    """Every `model_type` whose models wrap a language model."""
-    return list(_table()["wrappers"])
-
-
 @cache
 def wrapper_of(kind: str) -> Wrapper | None:
     """Of a `model_type` whose models wrap a language model."""

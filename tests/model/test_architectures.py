@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 
-from cbatch.model.families import declared_kinds
 from cbatch.model.hf.attention_calls import AttentionCalls
 from tests.support.architectures import CLASSES, NOT_BUILT_HERE
+from tests.support.declared import declared_kinds
 from tests.support.model_checks import (
     EQUAL,
     INSENSITIVE,

@@ -19,7 +19,6 @@ from cbatch.attention.reference import ReferenceAttention
 from cbatch.model.base import DeviceInputs
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.cpu import CpuModel
-from cbatch.model.families import declared_kinds
 from cbatch.model.ops.device_kernel import by_torch
 from cbatch.runtime.kv_cache import KVCache
 from tests.support.architectures import CLASSES, VARIANTS, WITHOUT_CAUSAL_CLASS
@@ -33,6 +32,7 @@ from tests.support.cuda_model import (
     model_of,
     run,
 )
+from tests.support.declared import declared_kinds
 from tests.support.kernel_faults import replace_kernel
 from tests.support.programs import PROMPT, error_of, expected_logits, logits_in_chunks, saved_model, typical_error
 from tests.support.samples import sampled

@@ -25,13 +25,14 @@ from cbatch.model.config import UnsupportedConfig
 from cbatch.model.config_classes import class_of
 from cbatch.model.cpu import CpuModel
 from cbatch.model.cuda import CudaModel
-from cbatch.model.families import declared_kinds, read_program
+from cbatch.model.families import read_program
 from cbatch.model.formats.quantized import without_quantization
 from cbatch.model.ops.all import Program
 from cbatch.model.ops.device_kernel import by_torch
 from scripts.config_classes import defaults
 from tests.support.architectures import CLASSES, VARIANTS, WITHOUT_CAUSAL_CLASS
 from tests.support.cuda_model import engine_around
+from tests.support.declared import declared_kinds
 from tests.support.generation import generate
 from tests.support.model_checks import LENGTHS, PARAMS, PROMPTS, TRUNK, is_greedy_output
 from tests.support.program_faults import FAULTS, forgotten

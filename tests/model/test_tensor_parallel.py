@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cbatch.attention.reference import ReferenceAttention
 from cbatch.base.quantization import Quantization
-from cbatch.model.families import declared_kinds, read_program
+from cbatch.model.families import read_program
 from cbatch.model.formats.quantized import without_quantization
 from cbatch.model.lora_files import read_adapters
 from cbatch.model.ops.all import Program, Weight
@@ -29,6 +29,7 @@ from cbatch.model.ops.shards import Heads, Part, Shards, shard_of
 from cbatch.runtime.process_group import ProcessGroup
 from tests.support.adapters import draw_adapter, save_adapter
 from tests.support.architectures import CLASSES, VARIANTS, WITHOUT_CAUSAL_CLASS
+from tests.support.declared import declared_kinds
 from tests.support.process_groups import together
 from tests.support.programs import CHUNKS, error_of, expected_logits, logits_in_chunks, saved_model, typical_error
 from tests.support.published_configs import EXPECTED, FAST, published

@@ -14,12 +14,11 @@ from cbatch.base.errors import ModelError
 from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model.config import UnsupportedConfig
-from cbatch.model.config_classes import wrappers
 from cbatch.model.cpu import CpuModel
-from cbatch.model.families import has_declaration
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import load_model
 from scripts.real_checkpoints import DOCUMENT, wrapped
+from tests.support.declared import has_declaration, wrappers
 from tests.support.generation import generate
 from tests.support.model_checks import is_greedy_output
 from tests.support.programs import error_of, logits_in_chunks

@@ -14,8 +14,8 @@ import torch
 from cbatch.base.errors import ModelError
 from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.model.families import has_declaration
 from tests.support.architectures import NOT_BUILT_HERE, draw, make_architecture
+from tests.support.declared import has_declaration
 from tests.support.tiny_models import eager_attention, make_engine, make_prompts
 
 EQUAL, REFUSED, NOT_BUILT, INSENSITIVE = "equal", "refused", "not built", "insensitive"

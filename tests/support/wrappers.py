@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
 
-from cbatch.model.config_classes import wrapper_of, wrappers
-from cbatch.model.families import has_declaration, read_program
+from cbatch.model.config_classes import wrapper_of
+from cbatch.model.families import read_program
 from cbatch.model.tensor_names import names_in_files
 from tests.support.architectures import draw, shrunk
+from tests.support.declared import has_declaration, wrappers
 from tests.support.programs import SavedModel, as_files
 
 LAYOUTS = {

@@ -22,17 +22,7 @@ from cbatch.model.families.builder import Builder
 from cbatch.model.families.decoder import declarations
 from cbatch.model.ops.all import Program
 
-__all__ = ["declared_kinds", "has_declaration", "read_program"]
-
-
-def declared_kinds() -> list[str]:
-    """Every `model_type` that has a declaration."""
-    return sorted(declarations)
-
-
-def has_declaration(kind: str) -> bool:
-    """Whether models of a `model_type` have one, or wrap a language model that has."""
-    return text_config({"model_type": kind}).get("model_type") in declarations
+__all__ = ["declarations", "read_program"]
 
 
 def read_program(config: Mapping[str, Any]) -> Program:

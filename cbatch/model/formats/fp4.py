@@ -57,7 +57,6 @@ def nvfp4_stack(headers: Headers, name: str) -> Nvfp4Matrix:
 class Mxfp4Matrix(GroupedMatrix):
     label = "MXFP4"
     packing = Packing(MXFP4)
-    has_zeros = False
 
     def values(self, rows: Rows) -> Tensor:
         return self.integers(rows, MXFP4).values(MXFP4)
@@ -84,7 +83,6 @@ class Nvfp4Matrix(GroupedMatrix):
     divides: bool = False
     label = "NVFP4"
     packing = Packing(NVFP4, _SMALL)
-    has_zeros = False
 
     def values(self, rows: Rows) -> Tensor:
         return Integers.of_arrays(self.codes(rows), self.scales(rows)).values(NVFP4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -135,10 +136,10 @@ class GroupedMatrix(EncodedMatrix):
         """Zero points [rows, groups]."""
         return np.full_like(self.scales(rows), self.usual_zero)
 
-    @property
-    @abstractmethod
+    @cached_property
     def has_zeros(self) -> bool:
         """Whether some zero points are not the usual one."""
+        return self.zero in self.tensors and bool((self.zeros(np.arange(self.rows)) != self.usual_zero).any())
 
     @property
     def usual_zero(self) -> int:

@@ -6,13 +6,12 @@ rows in a word, in the order of `_ORDER`. So has `qzeros` [groups, rows / 8]. `s
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cbatch.model.formats.matrices import ColumnMatrix, unpacked, unpacked_rows
+from cbatch.model.formats.matrices import ColumnMatrix, unpacked_rows
 from cbatch.model.formats.settings import Headers, Matrices, Method, Reader, Settings
 from cbatch.model.stored import Rows
 
@@ -54,12 +53,6 @@ class AwqMatrix(ColumnMatrix):
 
     def zeros(self, rows: Rows) -> NDArray[np.float32]:
         return self._unpacked(self.zero, rows).astype(np.float32)
-
-    @cached_property
-    def has_zeros(self) -> bool:
-        return self.zero in self.tensors and bool(
-            (unpacked(self.tensors[self.zero].numpy(), 4) != self.usual_zero).any()
-        )
 
     def _unpacked(self, name: str, rows: Rows) -> NDArray[Any]:
         """Integers [rows, depth or groups]."""

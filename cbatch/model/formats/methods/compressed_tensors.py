@@ -18,7 +18,7 @@ these a module has says how it is read: checkpoints may mix them.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -136,10 +136,6 @@ class CompressedMatrix(GroupedMatrix):
         if len(self.tensors.header(self.scale).shape) < 2:
             return np.broadcast_to(as_float32(self.tensors[self.scale]).reshape(1, 1), (len(rows), 1))
         return as_float32(self.tensors.take(self.scale, rows))
-
-    @cached_property
-    def has_zeros(self) -> bool:
-        return self.zero in self.tensors and bool((self.zeros(np.arange(self.rows)) != self.usual_zero).any())
 
     def zeros(self, rows: Rows) -> NDArray[np.float32]:
         header = self.tensors.header(self.zero)

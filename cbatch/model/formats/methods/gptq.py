@@ -12,7 +12,6 @@ Rules in `dynamic` give modules that match a pattern other bits or groups, which
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -64,8 +63,3 @@ class GptqMatrix(ColumnMatrix):
 
     def zeros(self, rows: Rows) -> NDArray[np.float32]:
         return unpacked_rows(self.tensors, self.zero, rows, self.bits, axis=1).astype(np.float32) + self.shift
-
-    @cached_property
-    def has_zeros(self) -> bool:
-        zeros = unpacked(self.tensors[self.zero].numpy(), self.bits)[:, : self.rows]
-        return bool((zeros != self.usual_zero - self.shift).any())
