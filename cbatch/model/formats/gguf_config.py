@@ -26,6 +26,12 @@ from cbatch.model.ops.program import Program
 from cbatch.model.stored import StoredMatrix
 from cbatch.model.weight import Weight
 
+_EPSILONS = {
+    "layer_norm_epsilon": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"),
+    "layer_norm_rms_epsilon": ("rms_norm_eps", "layer_norm_epsilon", "norm_eps"),
+}
+"""What files call the epsilon of norms, and what classes may call it."""
+
 _NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight")
 """Tensors that the config is made of."""
 
@@ -64,9 +70,11 @@ def read_config(file: GgufFile) -> Config:
         "num_key_value_heads": _kv_heads(data, layers, heads),
         "max_position_embeddings": data.whole("context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensors, "eos_token_id": None,
+        "attention_bias": bool(data.shapes("attn_q.bias")), "mlp_bias": bool(data.shapes("ffn_down.bias")),
     }  # fmt: skip
-    if data.has("attention.layer_norm_rms_epsilon"):
-        config["rms_norm_eps"] = data.number("attention.layer_norm_rms_epsilon")
+    for name, keys in _EPSILONS.items():
+        if data.has(f"attention.{name}"):
+            config |= dict.fromkeys(keys, data.number(f"attention.{name}"))
     if len(widths := set(data.wholes("feed_forward_length", layers) if data.has("feed_forward_length") else [])) == 1:
         config["intermediate_size"] = widths.pop()
     return architecture.read(data, config)

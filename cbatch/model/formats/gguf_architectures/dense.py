@@ -15,17 +15,15 @@ from cbatch.model.formats.gguf_architectures.readers import declare, value
 # Llama and its kin, most with rows of queries and keys permuted.
 declare("llama", "mixtral", layer=r.PERMUTED, more=[r.mixture("num_local_experts")],
         when=lambda data: data.has_tensor("blk.0.ffn_gate_exps.weight"))  # fmt: skip
-declare("llama", layer=r.PERMUTED, **r.BIASES)
+declare("llama", layer=r.PERMUTED)
 # Models of text with pictures rotate as one does without them.
 declare("qwen2 qwen2vl")
 declare("qwen3 qwen3vl")
-# Files of EXAONE 3 may have its epsilon under the name of another norm's.
-declare("exaone", "llama", rms_norm_eps=lambda data, config: config.get("rms_norm_eps")
-        or data.number("attention.layer_norm_epsilon"), **r.BIASES)  # fmt: skip
+declare("exaone", "llama")
 # llama.cpp rotates in three of four layers of SmolLM 3, whatever the file says, as transformers does by default.
-declare("arcee", layer=r.PERMUTED, **r.BIASES)
-declare("smollm3", layer=r.PERMUTED, **r.BIASES)
-declare("seed_oss", **r.BIASES, attention_out_bias=r.has("attn_output.bias"))
+declare("arcee", layer=r.PERMUTED)
+declare("smollm3", layer=r.PERMUTED)
+declare("seed_oss", attention_out_bias=r.has("attn_output.bias"))
 
 
 def _scaled_rope(data: Metadata, config: Config) -> Config:
@@ -55,20 +53,20 @@ def _alphas(data: Metadata, config: Config) -> dict[str, Tensor]:
     }
 
 
-declare("apertus", made=_alphas, **r.QUERY_BIAS)
+declare("apertus", made=_alphas)
 # The base that the file of a HunYuan has is the one that `alpha` has made.
-declare("hunyuan-dense", "hunyuan_v1_dense", **r.QUERY_BIAS)
+declare("hunyuan-dense", "hunyuan_v1_dense")
 declare("phi3", rope_parameters=r.long_rope,
         sliding_window=lambda data, config: data.whole("attention.sliding_window", 0) or None)  # fmt: skip
 
 # OLMo, EXAONE and GLM, most with norms after each part.
-declare("olmo", layer=r.PERMUTED, rms_norm_eps=ABSENT,
+declare("olmo", layer=r.PERMUTED,
         clip_qkv=lambda data, config: data.number("attention.clamp_kqv", 0.0) or None)  # fmt: skip
 declare("olmo2", "olmo3", rope_parameters=r.local_rope(5e5), **r.windows(4),
         when=lambda data: data.has("attention.sliding_window"))  # fmt: skip
 declare("olmo2")
 declare("exaone4", more=[r.optional_windows])
-declare("chatglm", "glm", **r.QUERY_BIAS)
+declare("chatglm", "glm")
 
 
 def _halves(heads: int, head_dim: int, config: Config) -> Tensor:
@@ -77,27 +75,22 @@ def _halves(heads: int, head_dim: int, config: Config) -> Tensor:
     return deinterleaved(heads, head_dim, rotated).argsort()
 
 
-declare("glm4", layer=r.queries_and_keys(_halves), rope_parameters=r.rope(share=1.0), **r.QUERY_BIAS,
+declare("glm4", layer=r.queries_and_keys(_halves), rope_parameters=r.rope(share=1.0),
         when=lambda data: data.has("rope.dimension_sections"))  # fmt: skip
-declare("glm4", **r.QUERY_BIAS)
+declare("glm4")
 
 # Models with LayerNorm.
-_COHERE: dict[str, Any] = {
-    "more": [r.layer_norm("layer_norm_eps")], "logit_scale": value("logit_scale", 1.0), **r.QUERY_BIAS
-}  # fmt: skip
-declare("command-r", "cohere", **_COHERE, use_qk_norm=r.has("attn_q_norm.weight"))
-declare("cohere2", **_COHERE, **r.windows(4))
+declare("command-r", "cohere", logit_scale=value("logit_scale", 1.0), use_qk_norm=r.has("attn_q_norm.weight"))
+declare("cohere2", logit_scale=value("logit_scale", 1.0), **r.windows(4))
 # Files do not say the window that some of these models have.
-declare("starcoder2", more=[r.layer_norm("norm_epsilon")], use_bias=r.has("attn_q.bias"))
-declare("nemotron", more=[r.layer_norm("norm_eps")], rope_parameters=r.rope(share=1.0),
-        **r.QUERY_BIAS, mlp_bias=r.has("ffn_up.bias"))  # fmt: skip
+declare("starcoder2", use_bias=r.has("attn_q.bias"))
+declare("nemotron", rope_parameters=r.rope(share=1.0))
 # The width of the feed-forward part is that of its tensors; files of Phi 2 say four times that of the model.
-declare("phi2", "phi", more=[r.layer_norm("layer_norm_eps")], rope_parameters=r.rope(share=1.0),
-        intermediate_size=r.rows_of("ffn_up"))  # fmt: skip
-declare("stablelm", rope_parameters=r.rope(share=1.0), more=[r.layer_norm("layer_norm_eps")],
+declare("phi2", "phi", rope_parameters=r.rope(share=1.0), intermediate_size=r.rows_of("ffn_up"))
+declare("stablelm", rope_parameters=r.rope(share=1.0),
         use_parallel_residual=value("use_parallel_residual", True), use_qkv_bias=r.has("attn_q.bias"),
         qk_layernorm=r.has("attn_q_norm.weight"))  # fmt: skip
-declare("jais2", more=[r.layer_norm("layer_norm_eps")], **r.BIASES)
+declare("jais2")
 
 
 def _fused(config: Config, rows: int) -> Tensor:
@@ -105,7 +98,7 @@ def _fused(config: Config, rows: int) -> Tensor:
     return torch.arange(rows).view(3, config["num_attention_heads"], -1).transpose(0, 1).flatten()
 
 
-declare("gptneox", "gpt_neox", layer={"attn_qkv": Rule(rows=_fused)}, more=[r.layer_norm("layer_norm_eps")],
+declare("gptneox", "gpt_neox", layer={"attn_qkv": Rule(rows=_fused)},
         rope_parameters=r.rope(share=1.0), attention_bias=r.has("attn_qkv.bias"),
         use_parallel_residual=value("use_parallel_residual", True))  # fmt: skip
 
@@ -126,7 +119,7 @@ def _falcon(data: Metadata, config: Config) -> Config:
 
 
 _FALCON: dict[str, Any] = {
-    "layer": {"attn_qkv": Rule(rows=_grouped)}, "more": [r.layer_norm("layer_norm_epsilon"), _falcon],
+    "layer": {"attn_qkv": Rule(rows=_grouped)}, "more": [_falcon],
     "intermediate_size": ABSENT, "ffn_hidden_size": r.rows_of("ffn_up"), "bias": r.has("attn_qkv.bias"),
 }  # fmt: skip
 declare("falcon", num_ln_in_parallel_attn=2, when=lambda data: data.has_tensor("blk.0.attn_norm_2.weight"), **_FALCON)
@@ -134,8 +127,7 @@ declare("falcon", num_ln_in_parallel_attn=1, **_FALCON)
 
 # Files say four times the width of the model.
 _GPT: dict[str, Any] = {
-    "more": [r.layer_norm("layer_norm_epsilon")], "rope_parameters": ABSENT, "head_dim": ABSENT,
-    "intermediate_size": ABSENT, "n_inner": r.rows_of("ffn_up"),
+    "rope_parameters": ABSENT, "head_dim": ABSENT, "intermediate_size": ABSENT, "n_inner": r.rows_of("ffn_up"),
 }  # fmt: skip
 declare("gpt2", **_GPT)
 declare("starcoder", "gpt_bigcode", **_GPT, num_key_value_heads=ABSENT,

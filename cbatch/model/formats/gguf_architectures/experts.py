@@ -14,15 +14,15 @@ from cbatch.model.formats.gguf_architectures.architecture import BEHIND, Config,
 from cbatch.model.formats.gguf_architectures.readers import declare, value
 
 _MIXTURE = r.mixture("num_experts", size="moe_intermediate_size")
-declare("hunyuan-moe", "hunyuan_v1_moe", more=[r.mixture("num_experts", "moe_topk")], **r.QUERY_BIAS)
+declare("hunyuan-moe", "hunyuan_v1_moe", more=[r.mixture("num_experts", "moe_topk")])
 declare("olmoe", more=[r.mixture("num_experts", size="intermediate_size")])
 
 _ROUTED = r.mixture("n_routed_experts", size="moe_intermediate_size")
 _BIASED_EXPERTS = [_ROUTED, r.biased]
-declare("glm4moe", "glm4_moe", more=_BIASED_EXPERTS, **r.QUERY_BIAS, use_qk_norm=r.has("attn_q_norm.weight"),
+declare("glm4moe", "glm4_moe", more=_BIASED_EXPERTS, use_qk_norm=r.has("attn_q_norm.weight"),
         rope_parameters=r.rope(share=1.0))  # fmt: skip
 declare("exaone-moe", "exaone_moe", more=[*_BIASED_EXPERTS, r.optional_windows])
-declare("dots1", more=_BIASED_EXPERTS, **r.QUERY_BIAS, sliding_window=None)
+declare("dots1", more=_BIASED_EXPERTS, sliding_window=None)
 
 
 def _num_shared(data: Metadata, config: Config) -> int:
@@ -53,17 +53,17 @@ declare("gpt-oss", "gpt_oss", layer=_GPT_OSS, rope_parameters=_gpt_oss_rope, mor
 declare("minimax-m2", "minimax_m2", rope_parameters=r.rope(share=1.0),
         more=[r.mixture("num_local_experts", size="intermediate_size")])  # fmt: skip
 declare("mellum", rope_parameters=r.local_rope(10000.0), more=[_MIXTURE, r.optional_windows])
-declare("afmoe", more=[_MIXTURE, r.optional_windows], **r.QUERY_BIAS, mup_enabled=True,
+declare("afmoe", more=[_MIXTURE, r.optional_windows], mup_enabled=True,
         num_shared_experts=value("expert_shared_count", 0), num_dense_layers=value("leading_dense_block_count", 0),
         route_scale=value("expert_weights_scale", 1.0))  # fmt: skip
 # llama.cpp has the numbers of transformers' class for chunks and for how queries grow, and norms in all but the largest
 # model.
-declare("llama4", "llama4_text", layer=r.JOINT_EXPERTS, **r.QUERY_BIAS,
+declare("llama4", "llama4_text", layer=r.JOINT_EXPERTS,
         more=[lambda data, config: {"intermediate_size_mlp": config["intermediate_size"]},
               r.mixture("num_local_experts", size="intermediate_size")],
         interleave_moe_layer_step=value("interleave_moe_layer_step", 1),
         use_qk_norm=lambda data, config: data.whole("expert_count") != 128)  # fmt: skip
-declare("hy_v3", **r.QUERY_BIAS, more=[_MIXTURE], num_shared_experts=_num_shared,
+declare("hy_v3", more=[_MIXTURE], num_shared_experts=_num_shared,
         router_scaling_factor=value("expert_weights_scale", 1.0),
         mlp_layer_types=r.types("ffn_gate_inp", "sparse", "dense"))  # fmt: skip
 

@@ -116,10 +116,6 @@ def read_layer_types(data: Metadata, config: Config, period: int) -> list[str]:
     return ["sliding_attention" if flag else "full_attention" for flag in flags]
 
 
-QUERY_BIAS = {"attention_bias": has("attn_q.bias")}
-BIASES = QUERY_BIAS | {"mlp_bias": has("ffn_down.bias")}
-
-
 def mixture(count: str, top_k: str = "num_experts_per_tok", size: str = "") -> Read:
     """The number of experts and of those that a token has, and the width of each, under the names of a family."""
 
@@ -141,16 +137,6 @@ def window(data: Metadata, config: Config) -> int:
 
 def windows(period: int) -> dict[str, Read]:
     return {"sliding_window": window, "layer_types": partial(read_layer_types, period=period)}
-
-
-def layer_norm(key: str) -> Read:
-    """Of a model with LayerNorm: what its epsilon is called."""
-
-    def read(data: Metadata, config: Config) -> Config:
-        config.pop("rms_norm_eps", None)
-        return {key: data.number("attention.layer_norm_epsilon")}
-
-    return read
 
 
 def rope(base: float = 10000.0, *, share: float | None = None) -> Read:

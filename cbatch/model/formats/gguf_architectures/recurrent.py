@@ -17,7 +17,7 @@ from cbatch.model.formats.gguf_architectures.readers import declare, value
 
 
 def _lfm(data: Metadata, config: Config) -> Config:
-    return {"norm_eps": config.pop("rms_norm_eps"), "conv_L_cache": data.whole("shortconv.l_cache")}
+    return {"conv_L_cache": data.whole("shortconv.l_cache")}
 
 
 _LFM_SETTINGS: dict[str, Any] = {
@@ -36,9 +36,9 @@ _MULTIPLIERS: dict[str, Any] = {
 }  # fmt: skip
 _MIXTURE = r.JOINT_EXPERTS | {"ffn_gate_shexp": Rule(parts=("ffn_up_shexp",))}
 _SIZED = r.mixture("num_local_experts", size="intermediate_size")
-declare("granite", layer=r.PERMUTED, **_MULTIPLIERS, **r.BIASES)
+declare("granite", layer=r.PERMUTED, **_MULTIPLIERS)
 # Those without shared experts are of the same kind as those with them.
-declare("granitemoe", "granitemoeshared", layer=r.PERMUTED | _MIXTURE, more=[_SIZED], **_MULTIPLIERS, **r.QUERY_BIAS,
+declare("granitemoe", "granitemoeshared", layer=r.PERMUTED | _MIXTURE, more=[_SIZED], **_MULTIPLIERS,
         shared_intermediate_size=r.shared_size)  # fmt: skip
 
 
@@ -76,17 +76,16 @@ _SCAN = {"ssm_a": Rule(combine=_decay_log)}
 _MAMBA = _SCAN | {"ffn_gate": Rule(parts=("ffn_up",))}
 # Bamba is the one that rotates.
 declare("granitehybrid", "bamba", layer=r.PERMUTED | _SCAN, rope_parameters=r.rope(share=1.0), more=[_mamba],
-        **r.BIASES,
         attn_layer_indices=lambda data, config: [
             layer for layer in range(config["num_hidden_layers"]) if data.has_tensor(f"blk.{layer}.attn_q.weight")
         ],
         when=lambda data: data.flag("rope.scaling.finetuned", False))  # fmt: skip
 declare("granitehybrid", "granitemoehybrid", layer=r.PERMUTED | _MIXTURE | _MAMBA, **_MULTIPLIERS,
-        **r.QUERY_BIAS, more=[_mamba, _granite_experts], position_embedding_type="nope",
+        more=[_mamba, _granite_experts], position_embedding_type="nope",
         layer_types=r.types("attn_q", "full_attention", "linear_attention"))  # fmt: skip
 
 # All multipliers are in the weights.
-declare("falcon-h1", "falcon_h1", layer=_SCAN, more=[_scan_sizes], **r.BIASES,
+declare("falcon-h1", "falcon_h1", layer=_SCAN, more=[_scan_sizes],
         mamba_conv_bias=r.has("ssm_conv1d.bias"), mamba_proj_bias=r.has("ssm_in.bias"),
         projectors_bias=r.has("ssm_out.bias"), mamba_rms_norm=r.has("ssm_norm.weight"),
         mamba_norm_before_gate=False, mamba_d_ssm=lambda data, config: data.whole("ssm.inner_size"))  # fmt: skip
@@ -98,7 +97,6 @@ _NEMOTRON_PARTS = {"ssm_in.weight": "linear_attention", "attn_q.weight": "full_a
 def _nemotron(data: Metadata, config: Config) -> Config:
     names = "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"
     found = dict(zip(names, _scan_sizes(data, config).values(), strict=True))
-    found["layer_norm_epsilon"] = data.number("attention.layer_norm_epsilon", config.pop("rms_norm_eps", None))
     widths = {shape[0] for shape in data.shapes("ffn_up.weight")}
     if len(widths) > 1:
         raise data.refused("has feed-forward layers of different widths, which is not read")
@@ -115,8 +113,7 @@ def _nemotron(data: Metadata, config: Config) -> Config:
 
 
 declare("nemotron_h nemotron_h_moe", layer=_SCAN, more=[_nemotron], rope_parameters=ABSENT,
-        use_bias=r.has("ssm_in.bias"), use_conv_bias=r.has("ssm_conv1d.bias"),
-        mlp_bias=r.has("ffn_up.bias"))  # fmt: skip
+        use_bias=r.has("ssm_in.bias"), use_conv_bias=r.has("ssm_conv1d.bias"))  # fmt: skip
 
 # Qwen 2 to 3.5. Gated delta nets have their heads of values in another order.
 
