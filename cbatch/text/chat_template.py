@@ -25,7 +25,7 @@ _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 def render_chat(
-    template: str | Template,
+    template: str,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
     special_tokens: Mapping[str, str],
@@ -50,8 +50,7 @@ def render_chat(
     final = prepared[-1]["content"] if continue_final_message else ""
     if continue_final_message:
         prepared[-1]["content"] = final + _END_MARK
-    compiled = _compile(template) if isinstance(template, str) else template
-    rendered = compiled.render(
+    rendered = _compile(template).render(
         **{**special_tokens, **(variables or {})},
         messages=prepared,
         tools=list(tools) or None,

@@ -1,4 +1,8 @@
-"""Renders chat templates without letting one hold up the run: here if its work is bounded, else in another process."""
+"""Renders chat templates in a process of their own, so that none holds up the run.
+
+A template is a program of a model's author, which may run forever or fill the memory. That process has its bounds for
+each conversation. While it renders, threads of this one have the interpreter.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,9 @@ from cbatch.isolate.child import TOO_LARGE, Limits
 from cbatch.isolate.sandbox import Sandbox
 from cbatch.isolate.worker import WorkerDied, WorkerFailed
 from cbatch.text.chat_template import render_chat
-from cbatch.text.template_bounds import BOUNDS, MAX_GROWTH, Bounds, TooMuchWork, bounded
 
 LIMITS = Limits(memory=2 << 30, cpu_seconds=5)
 """For one conversation. A real template takes a millisecond."""
-
-MAX_WORK = 20_000_000_000
-"""Characters that a template may go through at most in this process: a second or two, in the worst case."""
 
 MAX_CHARACTERS, MAX_TAGS = 1 << 20, 20_000
 """Of a template. Real ones have some ten thousand characters, and hundreds of tags."""
@@ -28,8 +28,6 @@ MAX_WRITTEN, MAX_WRITTEN_EACH = 1 << 20, 8
 """Characters that come out of an empty conversation at most; and for each character of others so many more."""
 
 TOO_LONG = "it writes too much"
-_EACH = 64
-"""Characters that stand for a message or an object, with its own names."""
 
 
 class TemplateRenderer:
@@ -43,24 +41,16 @@ class TemplateRenderer:
 
         others: the further arguments of `render_chat`
 
-        Raises WorkerFailed, whatever the template raises, and OSError if a process cannot be started.
+        Raises WorkerFailed for whatever the template raises, and OSError if the process cannot be started.
         """
-        variables = others.pop("variables", None) or {}
-        size = _size(messages) + _size(others["tools"]) + _size(variables)
-        if (found := bounded(template)) is not None:
-            longest = MAX_GROWTH * (len(template) + size)
-            bounds = Bounds(MAX_WORK // (found.weight * longest) - 1, longest)
-            try:
-                return render_chat(found.template, messages, variables={**variables, BOUNDS: bounds}, **others)
-            except TooMuchWork:
-                pass  # it may take long
+        arguments = {"messages": messages, **others}
+        size = len(json.dumps([messages, others["tools"], others.get("variables")], ensure_ascii=False, default=str))
         most = MAX_WRITTEN + MAX_WRITTEN_EACH * size
-        arguments = {"messages": messages, "variables": variables, **others}
         text: str = self.sandbox.call("render", template, most, arguments, max_bytes=6 * most + 1000)
         return text
 
     def try_out(self, template: str) -> None:
-        """Tries a template in the other process, unless its work is known to be bounded.
+        """Tries a template.
 
         Raises ModelError if it is too large, or takes too long or too much memory. A template that raises is an error
         of the request that makes it raise, and a process that cannot run at all says nothing about the template.
@@ -73,8 +63,7 @@ class TemplateRenderer:
             )
         try:
             with suppress(OSError):
-                if bounded(template) is None:
-                    self.sandbox.call("try_out", template)
+                self.sandbox.call("try_out", template)
         except WorkerFailed as failed:
             if (isinstance(failed, WorkerDied) and failed.is_late) or str(failed) == TOO_LARGE:
                 raise ModelError(f"The model's chat template cannot be used: {failed}.") from None
@@ -108,12 +97,3 @@ class _Templates:
                 raise
             except Exception:
                 pass
-
-
-def _size(values: Any) -> int:
-    """Characters that a JSON value has at most, in any form of it that is not escaped."""
-    if not values:
-        return 0
-    if isinstance(values, list) and all(one.keys() == {"role", "content"} for one in values):  # quicker, nearly always
-        return sum(len(str(one["content"])) + len(str(one["role"])) + _EACH for one in values)
-    return len(json.dumps(values, ensure_ascii=False, default=str)) + _EACH

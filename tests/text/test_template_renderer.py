@@ -1,4 +1,4 @@
-"""Templates that are not known to be bounded run in a process of their own, with bounds for each conversation."""
+"""Templates run in a process of their own, with bounds for each conversation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from cbatch.base.errors import ModelError
 from cbatch.isolate.worker import WorkerFailed
 from cbatch.text import template_renderer
 from cbatch.text.chat_template import render_chat
-from cbatch.text.template_bounds import bounded
 from cbatch.text.template_renderer import TemplateRenderer
 from tests.support.chat_templates import TEMPLATES
 from tests.text.test_chat_template import DAY, MESSAGES, SPECIAL, TOOL, VARIABLES
@@ -66,19 +65,16 @@ def test_a_template_that_is_bad_for_real_conversations_harms_only_them(
     ids=["a width from a row", "an ordinary template and a large row"],
 )
 def test_rows_are_bounded_too(worker: TemplateRenderer, template: str, messages: list[dict[str, Any]]) -> None:
-    """Guards against native code that gets a width from a row, and work that is bounded, but not small."""
-    assert (bounded(template) is None) == ("width" in template)
+    """Guards against native code that gets a width from a row, and work that grows with the square of one."""
     with pytest.raises(WorkerFailed, match=r"writes too much|does not end|too much memory"):  # as fast as it writes
         render(worker, template, messages, width=99_999_999)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_both_ways_give_the_same_text(worker: TemplateRenderer, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_process_gives_the_same_text(worker: TemplateRenderer, name: str) -> None:
     """Guards what goes through the pipe: tools, variables, the date and options."""
     given: dict[str, Any] = {"tools": [TOOL], "special_tokens": SPECIAL, "today": DAY, "variables": VARIABLES}
     expected = render_chat(TEMPLATES[name], MESSAGES[:2], **given)
-    assert worker.render(TEMPLATES[name], MESSAGES[:2], **given) == expected
-    monkeypatch.setattr(template_renderer, "bounded", lambda template: None)
     assert worker.render(TEMPLATES[name], MESSAGES[:2], **given) == expected
 
 
