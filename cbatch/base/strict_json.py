@@ -70,6 +70,21 @@ def parse_json_value(text: str) -> Any:
     return value
 
 
+def json_at(text: str, at: int) -> tuple[Any, int] | None:
+    """The value that begins at a place of a text, and where it ends. None if there is none."""
+    try:
+        return _DECODER.raw_decode(text, at)
+    except (ValueError, RecursionError):
+        return None
+
+
+def whole_json(text: str) -> tuple[Any] | None:
+    """The value of a text that is JSON with nothing but white space around it, in a tuple of one. None otherwise."""
+    text = text.strip()
+    parsed = json_at(text, 0)
+    return (parsed[0],) if parsed and parsed[1] == len(text) else None
+
+
 def is_too_deep(text: str, value: Any) -> bool:
     """Whether the value of a JSON text is nested deeper than MAX_DEPTH."""
     return text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH

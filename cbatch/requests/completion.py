@@ -5,9 +5,10 @@ from __future__ import annotations
 import codecs
 import html
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -72,12 +73,7 @@ class Usage:
         return self.prompt_tokens + self.completion_tokens
 
     def __add__(self, other: Usage) -> Usage:
-        return Usage(
-            self.prompt_tokens + other.prompt_tokens,
-            self.completion_tokens + other.completion_tokens,
-            self.cached_tokens + other.cached_tokens,
-            self.reasoning_tokens + other.reasoning_tokens,
-        )
+        return Usage(*map(operator.add, astuple(self), astuple(other)))
 
     def to_dict(self, *, is_openai: bool = False) -> dict[str, Any]:
         """The form in rows, or that of OpenAI's API. Cached tokens depend on what ran before, so they are not in it."""

@@ -9,8 +9,8 @@ from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 from cbatch.base.errors import RequestError
+from cbatch.base.strict_json import whole_json
 from cbatch.isolate.worker import WorkerDied
-from cbatch.text.json_text import whole_json
 
 Message = dict[str, Any]
 

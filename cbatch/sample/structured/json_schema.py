@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from typing import Any
 
+from cbatch.text.replies.calls import referenced
+
 RESERVED_KEYWORD = "x-guidance"
 """The library's keyword for its own options in a JSON schema."""
 
@@ -69,7 +71,7 @@ def json_rule(schema: dict[str, Any], *, pretty: bool = False) -> str:
     pretty: with line breaks, or as one line
     """
     shared = {reference for part in _parts(schema) if _is_combined(part) for reference in _references(part)}
-    targets = [id(target) for reference in shared if (target := _target(schema, reference)) is not None]
+    targets = [id(target) for reference in shared if (target := referenced(schema, reference)) is not None]
     closed = _closed(schema, set(targets), is_part=False)
     return "%json " + json.dumps(closed | {RESERVED_KEYWORD: _PRETTY if pretty else _ONE_LINE})
 
@@ -129,13 +131,3 @@ def _references(schema: dict[str, Any]) -> Iterator[str]:
         for one in value if isinstance(value, list) else [value]:
             if isinstance(one, dict):
                 yield from _references(one)
-
-
-def _target(schema: Any, reference: str) -> Any:
-    """The schema that a reference inside the document names; None for another."""
-    if not reference.startswith("#"):
-        return None
-    for name in reference.removeprefix("#").split("/")[1:]:
-        key = name.replace("~1", "/").replace("~0", "~")
-        schema = schema.get(key) if isinstance(schema, dict) else None
-    return schema
