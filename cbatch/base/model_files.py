@@ -24,15 +24,16 @@ WEIGHT_FILES = ("model.safetensors", "model-*.safetensors", WEIGHTS_INDEX)
 MODELOPT_FILE = "hf_quant_config.json"
 
 MAX_JSON_BYTES, _MAX_JSON_VALUES = 2**26, 2**20
-"""Of files of settings. The index of a model of 10**12 parameters has 16 MiB and 140,000 values."""
+"""Of files of settings, and of vocabularies, of which the largest have half as much.
+
+The index of a model of 10**12 parameters has 16 MiB and 140,000 values.
+"""
 
 MAX_HEADER_BYTES = 100_000_000
 """Of a safetensors file, as its library has it."""
 
 _LIMITS: dict[str | tuple[str, ...], int] = {
-    ("tokenizer.json", "vocab.json", "tekken.json"): 2**29,
-    (".json", ".jinja"): MAX_JSON_BYTES,
-    (".txt", ".model", ".tiktoken"): 2**29,
+    (".json", ".jinja", "merges.txt", "vocab.txt", ".model", ".tiktoken"): MAX_JSON_BYTES,
     ".safetensors": 0,
 }
 """The most bytes of files with such endings that are read whole; 0 for those that are not."""

@@ -35,13 +35,14 @@ _FORMS = (*_KINDS, *(kind._replace(is_single=True) for kind in _KINDS))
 """In the order in which they are tried."""
 
 _ARGUMENTS = ({"argumentA": "valueA", "argumentB": {"argumentC": "valueC"}}, {"argumentA": "valueD"})
-_PROBE: list[Message] = [
+PROBE: list[Message] = [
     {"role": "user", "content": "hello"},
     {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": one}} for one in _ARGUMENTS]},
     *({"role": "tool", "content": "a table"} for _ in _ARGUMENTS),
 ]
 _SHOWN, _SHOWN_WRONGLY = ("valueA", "argumentC", "valueC", "valueD"), ("'argument", '\\"argument')
-_LOOK = {"name": "look", "description": "looks", "parameters": {"type": "object", "properties": {}}}
+_SCHEMA = {"type": "object", "properties": {"argumentA": {"type": "string", "description": "which"}}}
+_LOOK = {"name": "look", "description": "looks", "parameters": _SCHEMA}
 PROBE_TOOL = {"type": "function", "function": _LOOK}
 
 
@@ -58,7 +59,7 @@ def call_forms(render: Callable[[list[Message]], str]) -> list[CallForm]:
 
 def _comes_out_right(render: Callable[[list[Message]], str], form: CallForm) -> bool:
     try:
-        text = render(with_calls(_PROBE, form))
+        text = render(with_calls(PROBE, form))
     except RequestError as error:
         if not is_refusal(error):
             raise

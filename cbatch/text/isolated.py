@@ -14,8 +14,7 @@ from typing import Any
 from tokenizers import AddedToken
 
 from cbatch.base.errors import ModelError, RequestError, reason_of
-from cbatch.base.model_files import model_folder
-from cbatch.base.units import format_bytes
+from cbatch.base.model_files import check_files, model_folder
 from cbatch.isolate.child import Limits
 from cbatch.isolate.sandbox import Sandbox
 from cbatch.isolate.worker import WorkerFailed
@@ -51,9 +50,6 @@ _TEXTS = (
 VOCABULARIES = ("tokenizer.json", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
-MAX_VOCABULARY_BYTES, MAX_SETTINGS_BYTES = 64 << 20, 8 << 20
-"""Of a file. The largest of known models have half as much."""
-
 
 def load_tokenizer(source: str, revision: str | None) -> TextTokenizer | None:
     """The tokenizer of a folder or a hub id; None if a folder has none. Raises ModelError, with one sentence."""
@@ -66,7 +62,7 @@ def load_tokenizer(source: str, revision: str | None) -> TextTokenizer | None:
             folder = model_folder(source, revision, ("config.json", "tokenizer*", *VOCABULARIES, *SETTINGS))
         except OSError as error:
             raise ModelError(f"Cannot load the tokenizer of {source}: {printable(str(error))}.") from error
-    _check_sizes(folder)
+    check_files(folder)
     if is_ordinary_file(folder / "tokenizer.json"):
         tokenizer = load_here(source, revision)
         if is_ordinary(tokenizer.backend.tokenizer):
@@ -74,15 +70,6 @@ def load_tokenizer(source: str, revision: str | None) -> TextTokenizer | None:
     backend = WorkerBackend(source, revision)
     info = backend.info
     return TextTokenizer(backend, info["bos_id"], info["chat_template"], info["special_tokens"])
-
-
-def _check_sizes(folder: Path) -> None:
-    for patterns, limit in ((VOCABULARIES, MAX_VOCABULARY_BYTES), (SETTINGS, MAX_SETTINGS_BYTES)):
-        for path in (path for pattern in patterns for path in folder.glob(pattern)):
-            if path.is_file() and (size := path.stat().st_size) > limit:
-                raise ModelError(
-                    f"{path} has {format_bytes(size)}, which is more than a tokenizer may have: {format_bytes(limit)}."
-                )
 
 
 class WorkerBackend(TokenizerBackend):

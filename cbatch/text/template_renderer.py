@@ -17,6 +17,7 @@ from cbatch.isolate.child import TOO_LARGE, Limits
 from cbatch.isolate.sandbox import Sandbox
 from cbatch.isolate.worker import WorkerDied, WorkerFailed
 from cbatch.text.chat_template import render_chat
+from cbatch.text.earlier_calls import OBJECT, PROBE, PROBE_TOOL, with_calls
 
 LIMITS = Limits(memory=2 << 30, cpu_seconds=5)
 """For one conversation. A real template takes a millisecond."""
@@ -28,6 +29,13 @@ MAX_WRITTEN, MAX_WRITTEN_EACH = 1 << 20, 8
 """Characters that come out of an empty conversation at most; and for each character of others so many more."""
 
 TOO_LONG = "it writes too much"
+
+
+_TRIALS: Sequence[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = (
+    ([{"role": role, "content": "hello"} for role in ("user", "assistant", "user")], []),
+    (with_calls(PROBE, OBJECT._replace(is_single=True)), [PROBE_TOOL]),
+)
+"""Conversations with their tools."""
 
 
 class TemplateRenderer:
@@ -50,7 +58,7 @@ class TemplateRenderer:
         return text
 
     def try_out(self, template: str) -> None:
-        """Tries a template.
+        """Tries a template with conversations, one of them with tools.
 
         Raises ModelError if it is too large, or takes too long or too much memory. A template that raises is an error
         of the request that makes it raise, and a process that cannot run at all says nothing about the template.
@@ -61,12 +69,13 @@ class TemplateRenderer:
                 f"The model's chat template is too large: {len(template):,} characters with {tags:,} tags. At most "
                 f"{MAX_CHARACTERS:,} characters with {MAX_TAGS:,} tags are read."
             )
-        try:
-            with suppress(OSError):
-                self.sandbox.call("try_out", template)
-        except WorkerFailed as failed:
-            if (isinstance(failed, WorkerDied) and failed.is_late) or str(failed) == TOO_LARGE:
-                raise ModelError(f"The model's chat template cannot be used: {failed}.") from None
+        for messages, tools in _TRIALS:
+            try:
+                with suppress(OSError):
+                    self.render(template, messages, tools=tools, special_tokens={}, today=date.today())
+            except WorkerFailed as failed:
+                if (isinstance(failed, WorkerDied) and failed.is_late) or str(failed) == TOO_LARGE:
+                    raise ModelError(f"The model's chat template cannot be used: {failed}.") from None
 
 
 class _Templates:
@@ -77,23 +86,3 @@ class _Templates:
         if len(text) > most:
             raise ValueError(TOO_LONG)
         return text
-
-    def try_out(self, template: str) -> None:
-        """Renders conversations with and without tools. Raises MemoryError; what else goes wrong is ignored."""
-        messages: list[dict[str, Any]] = [{"role": role, "content": "hello"} for role in ("user", "assistant", "user")]
-        place = {"place": {"type": "string", "description": "where"}}
-        schema = {"type": "object", "properties": place, "required": ["place"]}
-        tool = {"type": "function", "function": {"name": "look", "description": "looks", "parameters": schema}}
-        call = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": {"place": "here"}}}
-        called: list[dict[str, Any]] = [
-            {"role": "user", "content": "hello"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "name": "look", "tool_call_id": "abcdefghi", "content": "a table"},
-        ]
-        for conversation, tools in (messages, []), (called, [tool]):
-            try:
-                render_chat(template, conversation, tools, {}, date.today())
-            except MemoryError:
-                raise
-            except Exception:
-                pass

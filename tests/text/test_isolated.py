@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, normalizers
 
+from cbatch.base import model_files
 from cbatch.base.errors import ModelError, RequestError
 from cbatch.model.load_plan import DEMO_MODEL
 from cbatch.text import isolated
@@ -121,15 +122,19 @@ def test_known_patterns(pattern: str, is_known: bool) -> None:
 @pytest.mark.parametrize(
     ("limit", "change", "sentence"),
     [
-        (("LIMITS", isolated.LIMITS._replace(cpu_seconds=0.2)), split(r"\s*\s*[^\s\S]"), "does not end within 0.2 s"),
-        (("MAX_VOCABULARY_BYTES", 1000), split("a"), "has .* KiB, which is more than a tokenizer may have"),
+        (
+            (isolated, "LIMITS", isolated.LIMITS._replace(cpu_seconds=0.2)),
+            split(r"\s*\s*[^\s\S]"),
+            "does not end within 0.2 s",
+        ),
+        ((model_files, "_LIMITS", {".json": 1000}), split("a"), "has more than 1000 bytes"),
     ],
     ids=["time", "size"],
 )
 def test_a_trial_has_bounds(
-    limit: tuple[str, Any], change: Change, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    limit: tuple[Any, str, Any], change: Change, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards the start against a tokenizer that takes for ever, and memory against a vocabulary of gigabytes."""
-    monkeypatch.setattr(isolated, *limit)
+    monkeypatch.setattr(*limit)
     with pytest.raises(ModelError, match=sentence):
         load_tokenizer(str(write_folder(tmp_path, change)), None)

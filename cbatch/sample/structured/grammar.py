@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,16 +95,6 @@ class CompiledGrammar:
         if any(map(self.tokenizer.is_special_token, tokens)):  # its text is spelt out
             tokens = self.tokenizer.greedy_tokenize(text.decode("utf-8", "ignore"))[: None if is_whole else -1]
         return list(tokens)
-
-
-class OutputState(Protocol):
-    """The position of an output in what it has to keep to, as far as masks need it."""
-
-    vocab_size: int
-    error: str | None
-
-    def fill_ahead(self, bitmasks: NDArray[np.int32], draft: Sequence[int]) -> list[str | None]:
-        """See `GrammarState`."""
 
 
 class GrammarState:

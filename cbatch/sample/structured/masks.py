@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime import cpu
-from cbatch.sample.structured.grammar import FAILED, OutputState
+from cbatch.sample.structured.grammar import FAILED, GrammarState
+from cbatch.sample.structured.reasoning import ReasoningState
 from cbatch.sample.structured.token_bitmask import full_bitmask
 
 STEP_LIMIT = 5.0
@@ -38,7 +39,7 @@ class TokenMasks(NamedTuple):
 class Place(NamedTuple):
     """Where an output is in its grammar, and the drafted tokens after each of which a mask is wanted, too."""
 
-    state: OutputState
+    state: GrammarState | ReasoningState
     draft: tuple[int, ...] = ()
 
 
