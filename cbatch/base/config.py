@@ -55,13 +55,6 @@ def _check_count(name: str, value: Any, *words: str) -> None:
         raise ConfigError(f"{name} must be {', '.join(words)} or a whole number of at least 1, not {value!r}.")
 
 
-def _parse_max_memory(text: str) -> dict[str, Any]:
-    limits = parse_json(text)
-    if not isinstance(limits, dict):
-        raise ValueError(f'{text} is not a JSON object such as {{"cpu": "30GiB"}}.')
-    return limits
-
-
 _model, _engine, _memory = (partial(option, group=group) for group in ("Model", "Engine", "Memory"))
 
 
@@ -112,7 +105,7 @@ class EngineConfig:
         'Most memory for weights on each device, with --device-map: \'{"cuda:0": "20GiB", "cpu": "50%"}\'.',
         more="Of the others 80% of what is free.",
         metavar="JSON",
-        parse=_parse_max_memory,
+        parse=parse_json,
     )
     offload_folder: str | None = _model(
         None, "Folder for weights rewritten for the disk, with --device-map.", metavar="DIR", is_file=True

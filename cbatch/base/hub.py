@@ -164,12 +164,14 @@ def _ask_hub(source: str, revision: str | None, endpoint: str, *, is_cached: boo
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
-    unreachable = (
-        f"{source} is not in the local cache and {endpoint} cannot be reached; check the name, the network and "
-        "HF_ENDPOINT (models in the cache work offline)."
-    )
+    def missing(but: str) -> ModelNotFound:
+        return ModelNotFound(
+            f"{source} is not in the local cache and {endpoint} {but}; check the name, the network and HF_ENDPOINT "
+            "(models in the cache work offline)."
+        )
+
     if not can_connect(endpoint, CACHED_TIMEOUT_S if is_cached else CONNECT_TIMEOUT_S):
-        raise ModelNotFound(unreachable)
+        raise missing("cannot be reached")
     try:
         timeout_s = CONNECT_TIMEOUT_S if is_cached else ANSWER_TIMEOUT_S
         HfApi().model_info(source, revision=revision, timeout=timeout_s)
@@ -185,12 +187,9 @@ def _ask_hub(source: str, revision: str | None, endpoint: str, *, is_cached: boo
         status = error.response.status_code
         if status in _BUSY or status >= 500:
             return  # the download tries again
-        raise ModelNotFound(
-            f"{source} is not in the local cache and {endpoint} answers with HTTP status {status}; check the name, the "
-            "network and HF_ENDPOINT (models in the cache work offline)."
-        ) from error
+        raise missing(f"answers with HTTP status {status}") from error
     except Exception as error:  # each version of the hub's library has its own kinds for a connection that fails
-        raise ModelNotFound(unreachable) from error
+        raise missing("cannot be reached") from error
 
 
 def can_connect(endpoint: str, timeout_s: float) -> bool:

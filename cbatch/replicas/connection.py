@@ -41,7 +41,6 @@ class ReplicaInfo:
 
     fingerprint: of the model; replicas of a run must agree on it and on `limits.sequence`
     description: what was loaded, as names and values for people
-    load_s:      seconds that loading took
     host, pid:   where the replica runs
     parts:       what decides the fingerprint, by names for people
     """
@@ -49,7 +48,6 @@ class ReplicaInfo:
     fingerprint: str
     limits: EngineLimits
     description: dict[str, str]
-    load_s: float
     host: str
     pid: int
     parts: dict[str, str] = field(default_factory=dict)

@@ -35,7 +35,8 @@ PIECES_AHEAD = 2
 class ReplicaDriver(AbstractContextManager["ReplicaDriver"]):
     """A `BatchDriver` of replicas, which it starts, and starts anew when they die.
 
-    info: what the first replica that was ready says of itself; the others have the same model and limits
+    info:   what the first replica that was ready says of itself; the others have the same model and limits
+    load_s: seconds from its start to that
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class ReplicaDriver(AbstractContextManager["ReplicaDriver"]):
             if self._shared.failure is not None:
                 raise self._shared.failure
             assert self._shared.info is not None
-            self.info = self._shared.info
+            self.info, self.load_s = self._shared.info, self._shared.load_s or 0.0
             self.limits = self.info.limits
         except BaseException:
             self.close()

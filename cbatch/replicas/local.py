@@ -27,7 +27,7 @@ _DEVICES = Path("/dev")
 _SIGNS_OF_GPUS = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd", "dri/renderD*")
 """Files of NVIDIA's driver, also in Windows' subsystem for Linux, of AMD's and of Intel's."""
 
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,4 +197,4 @@ def _threads(number: int) -> dict[str, str]:
     """Variables that libraries take their number of threads from when they are loaded."""
     limit = os.environ.get("OMP_NUM_THREADS", "")
     number = min(number, max(int(limit), 1)) if limit.isdecimal() else number
-    return dict.fromkeys(_THREAD_VARIABLES, str(number))
+    return dict.fromkeys(THREAD_VARIABLES, str(number))

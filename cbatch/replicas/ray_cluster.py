@@ -23,7 +23,7 @@ from cbatch.extras import missing_package
 from cbatch.isolate.child import make
 from cbatch.isolate.worker import WorkerDied
 from cbatch.replicas.connection import ReplicaLauncher
-from cbatch.replicas.local import FACTORY
+from cbatch.replicas.local import FACTORY, THREAD_VARIABLES
 
 try:
     import ray
@@ -49,8 +49,7 @@ class ReplicaActor:
     """
 
     def __init__(self, factory: str, config: EngineConfig, num_threads: int) -> None:
-        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-            os.environ[name] = str(num_threads)
+        os.environ |= dict.fromkeys(THREAD_VARIABLES, str(num_threads))
         self._replica: Any = None
         self._open = factory, config
 

@@ -39,13 +39,9 @@ from cbatch.runtime.cpu import tune_process
 class Replica:
     """Serves the rows of one batch after another. One method is called at a time, on any thread."""
 
-    def __init__(self, engine: Engine, load_s: float = 0.0) -> None:
-        """
-        engine: belongs to the caller, and may serve others meanwhile
-        load_s: seconds that loading it took
-        """
+    def __init__(self, engine: Engine) -> None:
+        """`engine`: belongs to the caller, and may serve others meanwhile"""
         self._engine = engine
-        self._load_s = load_s
         self._batch: _Batch | None = None
 
     def info(self) -> ReplicaInfo:
@@ -53,7 +49,6 @@ class Replica:
             fingerprint=self._engine.fingerprint,
             limits=self._engine.limits,
             description=self._engine.core.describe(),
-            load_s=self._load_s,
             host=socket.gethostname(),
             pid=os.getpid(),
             parts=self._engine.core.fingerprint_parts,
@@ -103,10 +98,9 @@ class Replica:
 
 def open_replica(config: EngineConfig) -> Replica:
     """A replica in a process that serves nothing else. Raises as `Engine` does."""
-    started = time.monotonic()
     engine = Engine(config)
     tune_process()
-    return Replica(engine, time.monotonic() - started)
+    return Replica(engine)
 
 
 class InProcessConnection:

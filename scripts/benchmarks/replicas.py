@@ -61,7 +61,7 @@ class PacedReplica:
         self._stats = total_stats(())
 
     def info(self) -> ReplicaInfo:
-        return ReplicaInfo("paced", LIMITS, {}, load_s=0.0, host="here", pid=os.getpid())
+        return ReplicaInfo("paced", LIMITS, {}, host="here", pid=os.getpid())
 
     def keys(self, options: RowOptions, lines: list[Line]) -> list[str]:
         return ["" for _ in lines]

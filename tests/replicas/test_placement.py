@@ -27,7 +27,7 @@ CPU = EngineConfig(device="cpu")
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes this machine look like one with such NUMA nodes, given by the threads of their cores."""
-    for variable in (*local._THREAD_VARIABLES, "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CBATCH_DEVICE"):
+    for variable in (*local.THREAD_VARIABLES, "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CBATCH_DEVICE"):
         monkeypatch.delenv(variable, raising=False)
 
     def cpus_of(core: str) -> Sequence[int]:

@@ -21,7 +21,7 @@ from cbatch.schedule.limits import EngineLimits
 LIMITS = EngineLimits(
     max_seqs=4, max_batch_tokens=64, max_model_len=100, block_size=10, num_blocks=50, kv_bytes_per_token=1
 )
-INFO = ReplicaInfo("model", LIMITS, {"model": "fake"}, load_s=0.5, host="here", pid=7)
+INFO = ReplicaInfo("model", LIMITS, {"model": "fake"}, host="here", pid=7)
 
 Dies = Callable[["FakeConnection", str, bool], bool]
 """Whether a connection dies in a call of this method: before it, or (True) with its answer."""

@@ -125,7 +125,7 @@ def open_replicas(
         info = driver.info
         if not quiet:
             show_loaded(info.description, is_demo=config.model is None, verbose=verbose)
-            notice(f"replicas: {launcher.num_replicas}; the first was ready after {info.load_s:.1f} s")
+            notice(f"replicas: {launcher.num_replicas}; the first was ready after {driver.load_s:.1f} s")
         yield driver
 
 
