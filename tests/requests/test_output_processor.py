@@ -249,12 +249,12 @@ def test_without_a_tokenizer_there_are_token_ids() -> None:
 
 def test_usage_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the counts of several outputs, of which the first one knows the cached tokens, and the times."""
-    clock = itertools.count(5.0)
+    request, clock = make_request(QWEN, n=2), itertools.count(5.0)
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     outputs = [
         [event._replace(cached_tokens=8 - number) for event in events_of([5] * 3, number)] for number in range(2)
     ]
-    processor = OutputProcessor(request := make_request(QWEN, n=2), tokenizer_of(QWEN), frozenset([EOS]))
+    processor = OutputProcessor(request, tokenizer_of(QWEN), frozenset([EOS]))
     for event in [*outputs[0], *outputs[1]]:
         processor.take(event)
     completion = processor.completion()
