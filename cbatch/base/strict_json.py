@@ -136,3 +136,13 @@ def _finite_float(text: str) -> float:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_finite_float, parse_float=_finite_float)
+
+
+def referenced(schema: Any, reference: str) -> Any:
+    """The schema that a reference inside the document names; None for another."""
+    if not reference.startswith("#"):
+        return None
+    for name in filter(None, reference[1:].split("/")):
+        key = name.replace("~1", "/").replace("~0", "~")
+        schema = schema.get(key) if isinstance(schema, dict) else None
+    return schema

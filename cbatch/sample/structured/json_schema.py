@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from typing import Any
 
-from cbatch.text.replies.calls import referenced
+from cbatch.base.strict_json import referenced
 
 RESERVED_KEYWORD = "x-guidance"
 """The library's keyword for its own options in a JSON schema."""

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from cbatch.base.outputs import ToolCall
-from cbatch.base.strict_json import json_at, whole_json
+from cbatch.base.strict_json import json_at, referenced, whole_json
 from cbatch.text.detokenizer import partial_match_length
 from cbatch.text.replies.declaration import NAME, PLACE, Calls
 
@@ -245,16 +245,6 @@ def resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     reference = schema.get("$ref") if isinstance(schema, dict) else None
     found = referenced(root, reference) if isinstance(reference, str) and reference.startswith("#") else schema
     return found if isinstance(found, dict) else {}
-
-
-def referenced(schema: Any, reference: str) -> Any:
-    """The schema that a reference inside the document names; None for another."""
-    if not reference.startswith("#"):
-        return None
-    for name in filter(None, reference[1:].split("/")):
-        key = name.replace("~1", "/").replace("~0", "~")
-        schema = schema.get(key) if isinstance(schema, dict) else None
-    return schema
 
 
 def is_written_as_text(schema: Mapping[str, Any]) -> bool:

@@ -61,7 +61,7 @@ AT_THE_START = [
     ("in.csv --template {text} --template {id}", "--template is given twice"),
     ("in.csv --template {text} --shard 9/8", "--shard takes K/N"),
     ("in.csv --template {text} --output-format json -o -", "--output-format json needs an output file"),
-    ("in.csv --template {text} -o out.parquet.gz", "A parquet file is compressed inside"),
+    ("in.csv --template {text} -o out.parquet.gz", "a parquet file is compressed inside"),
     ("in.csv --template {text} -o in.csv --overwrite", "in.csv is the input"),
 ]
 BY_THE_MODEL = [
