@@ -59,12 +59,12 @@ def _described(found: list[LocalModel]) -> list[dict[str, Any]]:
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    lines = [("model", "family", "context", "size", "fits", "date", "path")]
+    lines: list[tuple[str, ...]] = [("model", "family", "context", "size", "fits", "date", "path")]
     for row in rows:
         context, fits = "" if row["context"] is None else f"{row['context']:,}", "yes" if row["fits"] else "no"
         shown = (row["model"], row["family"], context, format_bytes(row["size_bytes"]), fits, row["date"], row["path"])
-        lines.append((safe(shown[0]), safe(shown[1]), *shown[2:6], safe(shown[6])))
+        lines.append(tuple(map(safe, shown)))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for name, family, context, size, fits, date, path in lines:
-        columns = f"{name:<{widths[0]}}  {family:<{widths[1]}}  {context:>{widths[2]}}  {size:>{widths[3]}}"
-        emit(f"{columns}  {fits:<{widths[4]}}  {date:<{widths[5]}}  {path}")
+    for line in lines:
+        cells = zip(line, "<<>><<<", widths, strict=True)
+        emit("  ".join(f"{cell:{side}{width}}" for cell, side, width in cells).rstrip())
