@@ -15,7 +15,7 @@ from cbatch.base.outputs import TokenEvent
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
 from cbatch.cli.bench.load import find_capacity
-from cbatch.cli.bench.users import SLO, LoadResult, Scenario, run_load
+from cbatch.cli.bench.users import SLO, Figures, Scenario, run_load
 from cbatch.cli.bench.workload import LengthDistribution
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
@@ -122,8 +122,7 @@ class Served:
     error: str
 
     @classmethod
-    def of(cls, what: str, shape: str, users: int, result: LoadResult) -> Served:
-        figures = result.figures
+    def of(cls, what: str, shape: str, users: int, figures: Figures) -> Served:
         first_s, further_s = figures["ttft_s"]["p99"], figures["tpot_s"]["p99"]
         speed, error = figures["output_tokens_per_s"], figures["first_error"]
         return cls(what, shape, users, figures["users_served_share"], first_s, further_s, speed, error)
@@ -227,9 +226,9 @@ def load_lines(setup: Setup, sizes: Sizes) -> Iterator[Steady | Served | str]:
         asked = scenario(engine, sizes)
         run_load(engine_thread, asked.probe(1, min(3.0, sizes.probe_s)), sizes.slo)  # compiles the kernels
         yield Served.of(name, name, sizes.users, run_load(engine_thread, asked, sizes.slo))
-        probes: dict[int, LoadResult] = {}
+        probes: dict[int, Figures] = {}
 
-        def probe(users: int) -> LoadResult:
+        def probe(users: int) -> Figures:
             probes[users] = run_load(engine_thread, asked.probe(users, sizes.probe_s), sizes.slo)
             return probes[users]
 

@@ -12,9 +12,9 @@ from cbatch.cli.bench.comparison import Result, run_figures
 from cbatch.cli.bench.load import Capacity, Rounds, report_of
 from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.bench.page import Page
-from cbatch.cli.bench.recorder import ExampleStep, RecordedChunk, RecordedRequest, RecordedStep, RunRecord, TokenKind
-from cbatch.cli.bench.skew import REAL_WORK, gain_of, point_of
-from cbatch.cli.bench.users import LoadResult, Scenario, TimedAnswer
+from cbatch.cli.bench.recorder import RecordedChunk, RecordedRequest, RecordedStep, RunRecord, TokenKind
+from cbatch.cli.bench.skew import gain_of, point_of
+from cbatch.cli.bench.users import Figures, Scenario
 from cbatch.cli.bench.workload import LengthDistribution, Workload
 from cbatch.cli.common.options import make_options
 from cbatch.cli.run.stats import replica_figures
@@ -49,7 +49,7 @@ def static_record() -> RunRecord:
         make_step(6, 8, (0, 2, "prefill", 0, 3)),
     ]
     requests = [make_request(2, 6, 3), make_request(2, 4, 2), make_request(8, 8, 1)]
-    return RunRecord(2, requests, steps, elapsed_s=8.0, num_blocks=16, example=ExampleStep(0, 2, ((3, 0), (5,), (6,))))
+    return RunRecord(2, requests, steps, elapsed_s=8.0, num_blocks=16)
 
 
 def continuous_record() -> RunRecord:
@@ -60,7 +60,7 @@ def continuous_record() -> RunRecord:
         make_step(4, 6, (0, 0, "decode", 5, 1), (1, 2, "prefill", 0, 3)),
     ]
     requests = [make_request(2, 6, 3), make_request(2, 4, 2), make_request(6, 6, 1)]
-    return RunRecord(2, requests, steps, elapsed_s=6.0, num_blocks=16, example=ExampleStep(2, 2, ((3, 0, 4), (1, 5))))
+    return RunRecord(2, requests, steps, elapsed_s=6.0, num_blocks=16)
 
 
 def slow_record(seconds: float) -> RunRecord:
@@ -74,17 +74,6 @@ def slow_record(seconds: float) -> RunRecord:
     ]
     requests = [make_request(1, 3, 3), make_request(4, 5, 2), make_request(seconds, seconds, 1)]
     return RunRecord(1, requests, steps, elapsed_s=seconds, num_blocks=16)
-
-
-def drafting_record() -> RunRecord:
-    """Request 0 decodes in 40 steps with drafts of two in every other one; request 1 enters, and has none."""
-    steps = []
-    for n in range(40):
-        right = (0, 2, 1, 1)[n // 2 % 4]
-        own = RecordedChunk(0, 0, "decode", n, 3, 2, right) if n % 2 else RecordedChunk(0, 0, "decode", n, 1)
-        other = RecordedChunk(1, 1, "decode" if n > 20 else "prefill", n, 1)
-        steps.append(RecordedStep(n, n + 1, 0.5, (own, other) if n >= 20 else (own,), 2))
-    return RunRecord(2, [RecordedRequest(60), RecordedRequest(19)], steps, elapsed_s=40.0)
 
 
 def both() -> dict[str, RunRecord]:
@@ -118,8 +107,6 @@ def make_comparison(*kinds: str) -> Page:
         result_of(names.get(title, "no-technique"), title, run_figures(record, WORK))
         for title, record in records.items()
     ]
-    if "drafts" in kinds:
-        records["with drafts"] = drafting_record()
     if "peers" in kinds:
         peer = {"elapsed_s": 55.0, "output_tokens_per_s": 6 / 55, "attention": "sdpa"}
         results.append(result_of("transformers-generate", "transformers-generate", peer))
@@ -142,9 +129,7 @@ def make_comparison(*kinds: str) -> Page:
         "roofline": roofline | {"assumed": ["The model does not tell its width."]},
         "gain": gain_of(records["static batches"], records["continuous"], WORK),
     }
-    return comparison.page_of(
-        data | techniques, records | ({"with drafts": drafting_record()} if "drafts" in kinds else {})
-    )
+    return comparison.page_of(data | techniques, records)
 
 
 def make_curve() -> Page:
@@ -156,10 +141,10 @@ def make_curve() -> Page:
         return point_of(size, Workload([], [100], ""), [{"static_s": measured, "continuous_s": 1.0, "gain": gain}])
 
     work = {"requests": 192, "mean_input_tokens": 24, "mean_output_tokens": 32, "slots": 8, "rounds": 1, "seed": 7}
-    return skew.page_of(ABOUT | {"work": work, "points": [point(0, 1.0), point(1, 3.0)], "real_work": REAL_WORK})
+    return skew.page_of(ABOUT | {"work": work, "points": [point(0, 1.0), point(1, 3.0)]})
 
 
-def make_load(users: int, missing: int = 0) -> LoadResult:
+def make_load(users: int, missing: int = 0) -> Figures:
     figures: dict[str, Any] = dict.fromkeys(("users", "users_judged", "answers"), users)
     figures |= dict.fromkeys(("cut_off", "errors", "cached_tokens", "worst_lag_s"), 0) | {"first_error": ""}
     figures |= dict.fromkeys(("users_served_share", "answers_served_share"), 1 / users)
@@ -171,8 +156,7 @@ def make_load(users: int, missing: int = 0) -> LoadResult:
         "output_tokens_per_s": 30 / 9,
     }
     figures |= dict.fromkeys(("prompt_tokens", "output_tokens"), 30)
-    timed = [TimedAnswer(n, n / users, 0.2 * (n + 1), 90 / (n + 1) if n else None) for n in range(users)]
-    return LoadResult(figures, timed)
+    return figures
 
 
 def load_report(asked_for: int, rounds: Rounds, capacity: Capacity | None = None) -> Page:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -26,9 +25,7 @@ from cbatch.cli.bench import units
 from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.bench.page import Detail, KeyFigure, Page, Picture, Table
 from cbatch.cli.bench.peers import PeerError, PeerSetup, run_peer
-from cbatch.cli.bench.pictures.curves import plot_speed
-from cbatch.cli.bench.pictures.slots import plot_speculation, plot_timeline, plot_utilisation
-from cbatch.cli.bench.pictures.step import plot_step
+from cbatch.cli.bench.pictures.plots import plot_speed, plot_timeline
 from cbatch.cli.bench.recorder import TOKEN_KINDS, RunRecord, count_drafts
 from cbatch.cli.bench.roofline import ModelCost, describe, measure_rates, roofline_bound
 from cbatch.cli.bench.skew import gain_of, gain_sentence
@@ -40,7 +37,7 @@ from cbatch.cli.bench.strategies import (
     measure_techniques,
     turns,
 )
-from cbatch.cli.bench.timeline import draw_timeline, side_by_side, time_shares
+from cbatch.cli.bench.timeline import draw_timeline, time_shares
 from cbatch.cli.bench.workload import Outputs, Workload
 from cbatch.cli.common.loading import open_engine, open_replicas
 from cbatch.cli.common.percentiles import percentiles
@@ -241,15 +238,14 @@ def run_work(driver: BatchDriver, work: Workload) -> MeasuredRun:
 def page_of(data: dict[str, Any], records: Mapping[str, RunRecord]) -> Page:
     """data: the object that `--json` prints; records: the median runs of the strategies, by their titles"""
     work, rounds = data["work"], data["work"]["rounds"]
-    done, pair = [one for one in data["strategies"] if "error" not in one], side_by_side(records)
+    done = [one for one in data["strategies"] if "error" not in one]
+    pair = {title: records[title] for title in ("static batches", "continuous") if title in records}
     subject, baseline = _rivals(done, records)
     if baseline is None:
         headline = f"{_in_words(subject)}: {units.number(subject['output_tokens_per_s'])} output tokens a second"
     else:
         speedup = units.times(baseline["elapsed_s"] / max(subject["elapsed_s"], 1e-9))
         headline = f"{_in_words(subject)}: {speedup} the speed of {_in_words(baseline)}"
-    is_terminal = sys.stdout is not None and sys.stdout.isatty()
-    width = shutil.get_terminal_size((WIDTH, 24)).columns if is_terminal else WIDTH
     counted = f"Figures are those of the median of {rounds} rounds, by turns." if rounds > 1 else "Each was run once."
     return Page(
         data=data,
@@ -270,7 +266,7 @@ def page_of(data: dict[str, Any], records: Mapping[str, RunRecord]) -> Page:
             *(f"{one['title']}: {one['error']}" for one in data["strategies"] if "error" in one),
         ],
         details=_details(data, done, records),
-        lines=draw_timeline(pair, width),
+        lines=draw_timeline(pair, shutil.get_terminal_size((WIDTH, 24)).columns),
     )
 
 
@@ -388,11 +384,7 @@ def waste_table(runs: Sequence[Result]) -> Table:
 
 
 def _details(data: Mapping[str, Any], done: Sequence[Result], records: Mapping[str, RunRecord]) -> list[Detail]:
-    """The step that is drawn is of the last of `side_by_side`."""
     techniques, roofline = data.get("techniques", {}), data["roofline"]
-    others = {one["title"]: one["elapsed_s"] for one in done if one["title"] not in records}
-    examples = [partial(plot_step, one, one.example) for one in side_by_side(records).values() if one.example]
-    drafted = [record for record in records.values() if count_drafts(record.steps)[0]]
     memory = [
         one | {"memory": format_bytes(one["peak_bytes"]), "time": units.duration(one["elapsed_s"])}
         for one in techniques.get("prompt_memory", ())
@@ -403,11 +395,6 @@ def _details(data: Mapping[str, Any], done: Sequence[Result], records: Mapping[s
         | {"speedup": units.times(one["without_cache_s"] / one["with_cache_s"])}
         for one in techniques.get("token_costs", ())
     ]
-    rounds = range(max(len(one["elapsed_s_of_rounds"]) for one in done))
-    by_round = Table(
-        ["strategy", *(f"round {n + 1}" for n in rounds)],
-        [[one["title"], *map(units.duration, one["elapsed_s_of_rounds"])] for one in done],
-    )
     allows = (
         f"The roofline allows {units.duration(roofline['floor_s'])}: this device copies "
         f"{roofline['copy_bytes_per_s'] / 1e9:,.0f} GB/s and multiplies "
@@ -415,18 +402,9 @@ def _details(data: Mapping[str, Any], done: Sequence[Result], records: Mapping[s
     )
     return [
         Detail("The roofline", [allows, *roofline["assumed"]]),
-        Detail(
-            "What the slots did",
-            [
-                Picture("utilisation", partial(plot_utilisation, records, others)) if records else None,
-                waste_table([one for one in done if one["title"] in records]),
-            ],
-        ),
+        Detail("What the slots did", [waste_table([one for one in done if one["title"] in records])]),
         Detail("Speed and latency", [Picture("speed", partial(plot_speed, done))]),
-        Detail("One step of the engine", [Picture("step", draw) for draw in examples[-1:]]),
-        Detail("Drafts", [Picture("speculation", partial(plot_speculation, one)) for one in drafted[:1]]),
         Detail("Replicas", [_table(REPLICA, [one for result in done for one in result.get("replicas", ())])]),
         Detail("Memory of a long prompt", [_table(PROMPT, memory)]),
         Detail("Time of one more token", [_table(COST, costs)]),
-        Detail("Every round", [by_round if len(rounds) > 1 else None], is_printed=False),
     ]

@@ -12,11 +12,11 @@ from cbatch.base.errors import ConfigError
 from cbatch.base.units import format_count
 from cbatch.cli.bench import units
 from cbatch.cli.bench.options import BenchOptions
-from cbatch.cli.bench.page import Detail, KeyFigure, Page, Picture, Table
-from cbatch.cli.bench.pictures.curves import plot_load, plot_users
+from cbatch.cli.bench.page import KeyFigure, Page, Picture, Table
+from cbatch.cli.bench.pictures.plots import plot_load
 from cbatch.cli.bench.roofline import describe
 from cbatch.cli.bench.strategies import OnProgress, turns
-from cbatch.cli.bench.users import SLO, Clock, LoadResult, Scenario, run_load
+from cbatch.cli.bench.users import SLO, Clock, Figures, Scenario, holds, run_load
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.loading import open_engine
 from cbatch.engine.thread import EngineThread
@@ -27,15 +27,15 @@ MAX_LAG_S = 0.1
 DEFAULT_MAX_USERS, MAX_PROBE_S, WARMUP_S = 1024, 20.0, 1.0
 """Of a search: the most users, and the longest probe, in seconds; and those of the warm-up."""
 
-Rounds = dict[int, list[LoadResult]]
-"""The results of every round, by number of users."""
+Rounds = dict[int, list[Figures]]
+"""The figures of every round, by number of users."""
 
 
-def medians(rounds: Rounds) -> dict[int, LoadResult]:
+def medians(rounds: Rounds) -> dict[int, Figures]:
     """Of each number of users, the run whose first tokens have the median p99; of two in the middle, the later one."""
 
-    def wait(result: LoadResult) -> float:
-        p99 = result.figures["ttft_s"]["p99"]
+    def wait(run: Figures) -> float:
+        p99 = run["ttft_s"]["p99"]
         return math.inf if p99 is None else float(p99)
 
     return {users: sorted(rounds[users], key=wait)[len(rounds[users]) // 2] for users in sorted(rounds)}
@@ -51,7 +51,7 @@ class Capacity(NamedTuple):
 def remarks(scenario: Scenario, rounds: Rounds, *, is_search: bool) -> list[str]:
     """Sentences about a load that was not what was asked for."""
     sentences = []
-    runs = [run.figures for same in rounds.values() for run in same]
+    runs = [run for same in rounds.values() for run in same]
     worst = max(runs, key=lambda run: run["users_missing"])
     if worst["users_missing"]:
         asked = worst["users"] + worst["users_missing"]
@@ -110,7 +110,7 @@ def measure(options: BenchOptions, on_progress: OnProgress) -> Page:
         rounds: Rounds = {}
         capacity = None
 
-        def probe(users: int) -> LoadResult:
+        def probe(users: int) -> Figures:
             rounds.update(run([scenario.probe(users, duration_s)]))
             return medians(rounds)[users]
 
@@ -130,22 +130,20 @@ def report_of(
 ) -> Page:
     """The figures of all rounds.  capacity: None for one load"""
     runs = medians(rounds)
-    data = {**about, "load": next(iter(runs.values())).figures}
+    data = {**about, "load": next(iter(runs.values()))}
     if capacity is not None:
-        points = [run.figures | {"users": users} for users, run in runs.items()]
+        points = [run | {"users": users} for users, run in runs.items()]
         data = {**about, "capacity_users": capacity.users, "capacity_is_limit": capacity.is_limit, "points": points}
     names = "rate", "turns", "input_len", "output_len", "slo_tps", "rounds", "seed"
     data["work"] = {name: getattr(options, name) for name in names} | {
         "users": list(options.users),
-        "users_arrived": max(run.figures["users"] for run in runs.values()),
+        "users_arrived": max(run["users"] for run in runs.values()),
         "duration_s": scenario.duration_s,
         "think_s": options.think,
         "slo_ttft_s": options.slo_ttft,
     }
     data["rounds"] = [
-        run.figures | {"users": users, "round": number}
-        for users, same in rounds.items()
-        for number, run in enumerate(same)
+        run | {"users": users, "round": number} for users, same in rounds.items() for number, run in enumerate(same)
     ]
     return page_of(data | {"remarks": remarks(scenario, rounds, is_search=capacity is not None)}, rounds)
 
@@ -166,13 +164,13 @@ def run_rounds(
     return results
 
 
-def most_served(probes: Mapping[int, LoadResult]) -> Capacity:
+def most_served(probes: Mapping[int, Figures]) -> Capacity:
     """The most of these users for whom, and for all fewer of whom, the objective holds."""
-    served = list(itertools.takewhile(lambda users: probes[users].holds, probes))
+    served = list(itertools.takewhile(lambda users: holds(probes[users]), probes))
     return Capacity(served[-1] if served else 0, len(served) == len(probes))
 
 
-def find_capacity(measure: Callable[[int], LoadResult], *, most: int = 4096, precision: float = 0.05) -> Capacity:
+def find_capacity(measure: Callable[[int], Figures], *, most: int = 4096, precision: float = 0.05) -> Capacity:
     """The most users for whom the objective holds: doubled until it fails, then bisected.
 
     measure:   runs with this many users; a run in which nothing can be judged fails
@@ -180,41 +178,39 @@ def find_capacity(measure: Callable[[int], LoadResult], *, most: int = 4096, pre
     Raises ConfigError if nothing can be judged with one user.
     """
 
-    def holds(users: int) -> bool:
-        result = measure(users)
-        if users == 1 and result.figures["users_judged"] == 0:
+    def are_served(users: int) -> bool:
+        figures = measure(users)
+        if users == 1 and figures["users_judged"] == 0:
             raise ConfigError("No answer finished within a probe with one user; use a longer --duration.")
-        return result.holds
+        return holds(figures)
 
     good, bad = 0, 1
-    while bad <= most and holds(bad):
+    while bad <= most and are_served(bad):
         good, bad = bad, min(2 * bad, most) if bad < most else most + 1
     is_limit = good == most
     while not is_limit and bad - good > max(1, precision * good):
         middle = (good + bad) // 2
-        good, bad = (middle, bad) if holds(middle) else (good, middle)
+        good, bad = (middle, bad) if are_served(middle) else (good, middle)
     return Capacity(good, is_limit)
 
 
 def picture_of(data: Mapping[str, Any], rounds: Rounds) -> Picture | None:
-    """A picture over the number of users after a search, over time otherwise; none if nothing can be judged."""
-    if "points" in data:
-        judged = {users: [run.figures for run in rounds[users] if _is_judged(run.figures)] for users in sorted(rounds)}
-        judged = {users: same for users, same in judged.items() if same}
-        return Picture("load", partial(plot_load, judged, data["work"], data["capacity_users"])) if judged else None
-    (run,) = medians(rounds).values()
-    has_times = any(answer.ttft_s is not None for answer in run.timed)
-    return Picture("users", partial(plot_users, run, data["work"])) if has_times else None
+    """A picture over the number of users; none of one load, or if nothing can be judged."""
+    judged = {users: [run for run in rounds[users] if _is_judged(run)] for users in sorted(rounds)}
+    judged = {users: same for users, same in judged.items() if same}
+    if "points" not in data or not judged:
+        return None
+    return Picture("load", partial(plot_load, judged, data["work"], data["capacity_users"]))
 
 
-def _is_judged(run: Mapping[str, Any]) -> bool:
+def _is_judged(run: Figures) -> bool:
     """Whether there were users to judge, and times of first and further tokens."""
     return run["users_served_share"] is not None and run["ttft_s"]["p50"] is not None and bool(run["tpot_s"]["p50"])
 
 
 def page_of(data: dict[str, Any], rounds: Rounds) -> Page:
     """data: the object that `--json` prints"""
-    work, runs = data["work"], {users: run.figures for users, run in medians(rounds).items()}
+    work, runs = data["work"], medians(rounds)
     first, tps = units.round_duration(work["slo_ttft_s"]), units.plain(work["slo_tps"])
     objective = f"a first token within {first} and {tps} tokens/s"
     lasts, think = units.round_duration(work["duration_s"]), units.round_duration(work["think_s"])
@@ -236,7 +232,6 @@ def page_of(data: dict[str, Any], rounds: Rounds) -> Page:
         headline = format_count(shown["users"], "user")
         headline += " came, and none of their answers could be judged" if served is None else found
         method = f"{work['rate']:g} users come a second on average, for {lasts}."
-    every = [(users, run.figures) for users, same in sorted(rounds.items()) for run in same]
     half, most_wait = (units.duration(shown["ttft_s"][name]) for name in ("p50", "p99"))
     speed, slow = (_speed(shown["tpot_s"][name]) for name in ("p50", "p90"))
     rate, came = units.number(shown["output_tokens_per_s"]), format_count(shown["users"], "user")
@@ -257,7 +252,6 @@ def page_of(data: dict[str, Any], rounds: Rounds) -> Page:
         ),
         method=f"Users ask, read the answer, think and ask again. {method}",
         remarks=data["remarks"],
-        details=[Detail("Every run", [load_table(every)], is_printed=False)],
     )
 
 

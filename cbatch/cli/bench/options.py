@@ -203,6 +203,7 @@ class BenchOptions:
                 "--replicas go with one.",
                 self.is_curve and bool(has_others or has_replicas),
             )
+            yield "There is no picture of a curve over --skew; leave out --plot.", self.is_curve and bool(self.plot)
         if self.is_load:
             yield "A file of prompts is for strategies; users ask synthetic questions (--input-len).", has_file
             yield "--ablate and --peer go with strategies, not with users.", bool(has_others)
@@ -212,6 +213,8 @@ class BenchOptions:
             )
             is_finite = math.isfinite(self.rate) and math.isfinite(self.slo_tps)
             yield "--rate and --slo-tps must be finite numbers.", not is_finite
+            is_one = not self.find_capacity and len(self.users) == 1
+            yield "There is no picture of one number of users; leave out --plot.", is_one and bool(self.plot)
             is_several = self.find_capacity and len(self.users) > 1
             yield "--find-capacity takes one number of --users, the most to try.", is_several
         else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,9 +21,6 @@ from cbatch.cli.common.console import emit, notice, safe
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-PIXELS_PER_POINT = 4 / 3
 
 
 class KeyFigure(NamedTuple):
@@ -78,25 +74,24 @@ class Picture:
     def drawing(self) -> Drawing:
         return drawing_of(self.draw, self.name)
 
+    def write(self, folder: Path) -> None:
+        """Writes its two files, for light and for dark pages. Raises OSError."""
+        svg = self.drawing.svg
+        (folder / f"{self.name}.svg").write_text(svg, encoding="utf-8")
+        (folder / f"{self.name}-dark.svg").write_text(dark_variant(svg), encoding="utf-8")
+
     @property
     def source(self) -> str:
         """As an address. The content of an image cannot run or load anything."""
         return f"data:image/svg+xml;base64,{base64.b64encode(adaptive_variant(self.drawing.svg).encode()).decode()}"
 
-    @property
-    def width(self) -> int:
-        """Of its natural size, in pixels."""
-        found = re.search(r'viewBox="0 0 ([\d.]+) ', self.drawing.svg)
-        return round(float(found[1]) * PIXELS_PER_POINT) if found else 0
-
 
 @dataclass(frozen=True, slots=True)
 class Detail:
-    """A part that a page folds, and a terminal shows if it `is_printed`. Parts that are None or empty are left out."""
+    """A part that a page folds, and a terminal shows but for pictures. Parts that are None or empty are left out."""
 
     title: str
     parts: Sequence[str | Table | Picture | None]
-    is_printed: bool = True
 
     @property
     def shown(self) -> list[str | Table | Picture]:
@@ -117,11 +112,11 @@ class Page:
     data: dict[str, Any]
     headline: str
     figures: Sequence[KeyFigure]
-    picture: Picture | None
     table: Table
     facts: str
     method: str
     remarks: Sequence[str]
+    picture: Picture | None = None
     details: Sequence[Detail] = ()
     lines: Sequence[str] = ()
 
@@ -146,7 +141,7 @@ class Page:
         for detail in self.details:
             parts = [part for part in detail.shown if not isinstance(part, Picture)]
             texts = [part.markdown if isinstance(part, Table) else part for part in parts]
-            if detail.is_printed and texts:
+            if texts:
                 emit(safe("\n".join(["", *texts])))
         if self.lines:
             emit("\n".join(["", *self.lines]))
@@ -172,9 +167,9 @@ class Page:
         """
         pictures = self.pictures
         try:
-            for name, svg in [(one.name, one.drawing.svg) for one in pictures] if folder else ():
-                Path(folder or "", f"{name}.svg").write_text(svg, encoding="utf-8")
-                Path(folder or "", f"{name}-dark.svg").write_text(dark_variant(svg), encoding="utf-8")
+            if folder:
+                for picture in pictures:
+                    picture.write(Path(folder))
             if file:
                 text = self.html(command_line(), f"{datetime.now():%d %B %Y}".lstrip("0"))
                 Path(file).write_text(text, encoding="utf-8")
@@ -183,7 +178,7 @@ class Page:
         if folder and pictures:
             count = f"{format_count(len(pictures), 'picture')} {word_for(len(pictures), 'is', 'are')}"
             notice(f"{count} in {safe(folder)}, for light and for dark pages")
-        if (folder or file) and not pictures:  # a load
+        if folder and not pictures:  # a load
             notice("there is no picture, because no answer came that could be judged; use a longer --duration")
         if file:
             notice(f"the report is {safe(file)}")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 from cbatch.base.params import SamplingParams
 from cbatch.cli.bench.workload import Outputs
@@ -74,14 +73,6 @@ def count_drafts(steps: Iterable[RecordedStep]) -> tuple[int, int]:
     return sum(chunk.drafted for chunk in chunks), sum(chunk.accepted for chunk in chunks)
 
 
-class ExampleStep(NamedTuple):
-    """The step to draw: its number, and the ids of the KV cache blocks up to the end of each of its chunks."""
-
-    step: int
-    block_size: int
-    block_tables: tuple[tuple[int, ...], ...]
-
-
 @dataclass(slots=True)
 class RecordedRequest:
     """A request of the workload: its tokens, and the times of the first and of the last token it wanted."""
@@ -107,7 +98,6 @@ class RunRecord:
     preemptions: int = 0
     num_blocks: int = 1
     peak_bytes: int | None = None
-    example: ExampleStep | None = None
 
     def tokens(self, *kinds: TokenKind) -> int:
         return sum(step.tokens(*kinds) for step in self.steps)
@@ -116,33 +106,6 @@ class RunRecord:
     def outputs(self) -> Outputs:
         """The tokens of each request, without those past its end."""
         return [request.tokens[: request.wanted] for request in self.requests]
-
-
-MOST_BLOCKS = 60
-"""Blocks whose numbers can be read in the picture of a step."""
-
-
-def example_score(chunks: Sequence[tuple[int, int]], tables: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """How well a step serves as a picture; higher is better.
-
-    chunks: start and length of each, without drafts
-    tables: the blocks that each of them reads
-
-    Best are steps that mix prompts and single tokens, then those in which the blocks of half the requests do not follow
-    each other, then those with few enough to be read, then those that continue a prompt, then those with about seven
-    chunks, and then those with few tokens.
-    """
-    prompts = [start for start, tokens in chunks if tokens > 1]
-    is_mixed = 0 < len(prompts) < len(chunks)
-    scattered = sum(any(after != before + 1 for before, after in pairwise(table)) for table in tables)
-    return (
-        is_mixed,
-        is_mixed and 2 * scattered >= len(tables),
-        is_mixed and sum(map(len, tables)) <= MOST_BLOCKS,
-        is_mixed and any(prompts),
-        -abs(len(chunks) - 7),
-        -sum(tokens for _, tokens in chunks),
-    )
 
 
 @dataclass(slots=True)
@@ -164,7 +127,6 @@ class RunRecorder:
         self.record = RunRecord(slots, requests, num_blocks=engine.limits.num_blocks)
         self._submissions: dict[int, _Submission] = {}
         self._used_slots: set[int] = set()
-        self._best_score: tuple[int, ...] = ()
         self._latest: StepRecord | None = None
         self._began = clock()
         engine.on_step = self._on_step
@@ -192,14 +154,7 @@ class RunRecorder:
         return self.record
 
     def _on_step(self, step: StepRecord) -> None:
-        """Keeps the step's blocks if it is the best picture so far: when it ends, finished requests free theirs."""
         self._latest = step
-        chunks, limits = step.scheduled.chunks, self.engine.limits
-        tables = tuple(tuple(chunk.sequence.blocks[: limits.blocks_for(chunk.stop)]) for chunk in chunks)
-        score = example_score([(chunk.start, chunk.num_tokens - len(chunk.draft)) for chunk in chunks], tables)
-        if score > self._best_score:
-            self._best_score = score
-            self.record.example = ExampleStep(len(self.record.steps), limits.block_size, tables)
 
     def _step(self) -> None:
         start = clock() - self._began

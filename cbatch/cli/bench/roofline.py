@@ -22,6 +22,7 @@ import transformers
 
 from cbatch import __version__
 from cbatch.api import Engine
+from cbatch.base.units import parse_memory
 from cbatch.cli.bench.workload import Workload
 from cbatch.model.base import LinearCost
 from cbatch.runtime.transfer import synchronize
@@ -32,7 +33,6 @@ ROWS_PER_STEP = 256
 CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 """Where Linux shows them. Tests put their own in place."""
 
-_UNITS = {"K": 10, "M": 20, "G": 30}
 COPY_BYTES = 2**28
 ROUNDS = 5
 ROUNDS_S = 0.4
@@ -119,8 +119,8 @@ def cache_bytes(device: torch.device) -> int:
     """Bytes of the largest cache in front of the device's memory; 0 if they are not known."""
     if device.type != "cpu":
         return int(getattr(torch.get_device_module(device).get_device_properties(device), "L2_cache_size", 0))
-    sizes = (path.read_text().strip() for path in CPU_CACHES.glob("index*/size"))
-    return max((int(size[:-1]) << _UNITS[size[-1]] for size in sizes), default=0)
+    sizes = (path.read_text().strip() for path in CPU_CACHES.glob("index*/size"))  # such as 48K
+    return max((parse_memory(f"{size}iB", 0) for size in sizes), default=0)
 
 
 @dataclass(frozen=True, slots=True)

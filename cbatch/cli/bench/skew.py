@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from cbatch.cli.bench.options import BenchOptions
-from cbatch.cli.bench.page import KeyFigure, Page, Picture, Table
-from cbatch.cli.bench.pictures.curves import plot_skew
+from cbatch.cli.bench.page import KeyFigure, Page, Table
 from cbatch.cli.bench.recorder import TOKEN_KINDS, RunRecord
 from cbatch.cli.bench.roofline import describe
 from cbatch.cli.bench.strategies import STRATEGIES, Experiment, OnProgress, turns
@@ -77,31 +75,6 @@ def gain_sentence(gain: Mapping[str, Any]) -> str:
     )
 
 
-REAL_WORK = (
-    {
-        "name": "instructions",
-        "low": 0.47,
-        "high": 0.67,
-        "source": (
-            "the 805 of AlpacaEval, answered by GPT-4 1106, Llama 3 8B, GPT-4o and Mistral 7B v0.2; "
-            "github.com/tatsu-lab/alpaca_eval"
-        ),
-    },
-    {
-        "name": "chat",
-        "low": 0.63,
-        "high": 0.63,
-        "source": "Azure LLM inference trace 2023, conv; github.com/Azure/AzurePublicDataset",
-    },
-    {"name": "code completion", "low": 1.26, "high": 1.26, "source": "the same, code"},
-)
-"""Where lengths of real outputs lie on the curve, and which data that is of.
-
-The skew of such lengths is that of log-normal ones from which 8 slots that do not wait would gain as much. Computed
-from the published data by `python -m scripts.benchmarks lengths` on 25 November 2026.
-"""
-
-
 def measure(options: BenchOptions, on_progress: OnProgress) -> Page:
     """Runs static and continuous batching by turns, at every skew in every round. Raises ConfigError."""
     with open_engine(options.engine, quiet=options.is_silent) as engine:
@@ -129,7 +102,7 @@ def measure(options: BenchOptions, on_progress: OnProgress) -> Page:
         "seed": options.seed,
     }
     points = list(map(point_of, options.skew, works, rounds.values()))
-    return page_of(about | {"work": work, "points": points, "real_work": REAL_WORK})
+    return page_of(about | {"work": work, "points": points})
 
 
 def point_of(skew: float, work: Workload, rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -171,20 +144,11 @@ def page_of(data: dict[str, Any]) -> Page:
             KeyFigure(f"{gain['tail']:.2f} ×", "for empty slots at the end", "what eats some of it"),
             KeyFigure(f"{gain['step_time']:.2f} ×", "for the time of a step", without),
         ],
-        picture=Picture("skew", partial(plot_skew, points, data["real_work"])),
         table=skew_table(points),
         facts=(
             f"{work['requests']:,} requests with prompts of {work['mean_input_tokens']} and outputs of "
             f"{work['mean_output_tokens']} tokens in the mean, {work['slots']} slots, median of {work['rounds']}"
         ),
         method="Static and continuous batching were run by turns.",
-        remarks=[
-            "The gain is the product of the four factors after it; those below 1 eat some of it.",
-            *map(_in_words, data["real_work"]),
-        ],
+        remarks=["The gain is the product of the four factors after it; those below 1 eat some of it."],
     )
-
-
-def _in_words(work: Mapping[str, Any]) -> str:
-    high = f" to {work['high']:g}" if work["high"] > work["low"] else ""
-    return f"Real work, {work['name']}: a skew of {work['low']:g}{high} ({work['source']})."

@@ -6,9 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from textwrap import wrap
-from typing import Any
-
-import numpy as np
 
 from cbatch.cli.bench.recorder import TOKEN_KINDS, RunRecord, TokenKind
 
@@ -48,11 +45,6 @@ class Interval:
         return self.end - self.start
 
 
-def side_by_side(records: Mapping[str, RunRecord]) -> dict[str, RunRecord]:
-    """Those of the records, by title, whose timelines are drawn one below the other."""
-    return {title: records[title] for title in ("static batches", "continuous") if title in records}
-
-
 def slot_intervals(record: RunRecord) -> list[Interval]:
     """The work of all slots. Consecutive steps of one kind for one request are one interval."""
     found: list[Interval] = []
@@ -73,22 +65,16 @@ def slot_intervals(record: RunRecord) -> list[Interval]:
     return found
 
 
-def slot_seconds(record: RunRecord) -> Any:
-    """Seconds that all slots together spent on each of TOKEN_KINDS: an array of a row for each step."""
-    found = np.zeros((len(record.steps), len(TOKEN_KINDS)))
-    for row, step in zip(found, record.steps, strict=True):
-        for chunk, seconds in step.timed_chunks:
-            row[TOKEN_KINDS.index(chunk.kind)] += seconds
-    return found
-
-
 def time_shares(record: RunRecord) -> dict[str, float]:
     """Shares of all slots' time: useful, on padding, idle (past an end), and empty. They sum to 1."""
-    prefill, decode, padding, idle = slot_seconds(record).sum(axis=0).tolist()
-    busy = prefill + decode + padding + idle
+    spent = dict.fromkeys(TOKEN_KINDS, 0.0)
+    for step in record.steps:
+        for chunk, seconds in step.timed_chunks:
+            spent[chunk.kind] += seconds
+    busy = sum(spent.values())
     whole = max(record.slots * record.elapsed_s, busy) or 1.0
-    seconds = {"useful": prefill + decode, "padding": padding, "idle": idle, "empty": whole - busy}
-    return {name: part / whole for name, part in seconds.items()}
+    found = {"useful": spent["prefill"] + spent["decode"], "padding": spent["padding"], "idle": spent["idle"]}
+    return {name: seconds / whole for name, seconds in (found | {"empty": whole - busy}).items()}
 
 
 def whole_percents(shares: Mapping[str, float]) -> dict[str, int]:

@@ -28,6 +28,9 @@ from cbatch.engine.thread import EngineThread
 SERVED_SHARE, WARMUP_SHARE = 0.99, 0.25
 """Of the users those for whom the objective has to hold; of a probe in which users arrive and answers do not count."""
 
+Figures = dict[str, Any]
+"""How users were served, named as in `--json`: times in seconds; shares are None if nothing can be judged."""
+
 
 class SLO(NamedTuple):
     """The service level objective of each answer: seconds to its first token, and tokens a second from then on."""
@@ -148,33 +151,9 @@ class User:
         return Request(prompt_ids=self.text, params=SamplingParams(max_tokens=answer, ignore_eos=True))
 
 
-class TimedAnswer(NamedTuple):
-    """Who asked for an answer, how long after the start, and how it came.
-
-    ttft_s:       seconds to the first token, or until the end if it was late and never came; None if it was not late
-    tokens_per_s: after the first token; None if there was no second one
-    """
-
-    user: int
-    asked_s: float
-    ttft_s: float | None
-    tokens_per_s: float | None
-
-
-class LoadResult(NamedTuple):
-    """How users were served: figures, named as in `--json`, and every answer, for a picture.
-
-    Times are in seconds; shares are None if nothing can be judged. An answer that was cut off at the end counts if it
-    was already late by then.
-    """
-
-    figures: dict[str, Any]
-    timed: Sequence[TimedAnswer] = ()
-
-    @property
-    def holds(self) -> bool:
-        """Whether so many of the users were served; a run in which nothing can be judged fails."""
-        return (self.figures["users_served_share"] or 0.0) >= SERVED_SHARE
+def holds(figures: Figures) -> bool:
+    """Whether so many of the users were served; a run in which nothing can be judged fails."""
+    return (figures["users_served_share"] or 0.0) >= SERVED_SHARE
 
 
 class Clock:
@@ -198,8 +177,10 @@ def run_load(
     slo: SLO,
     clock: Clock | None = None,
     make_rng: Callable[[str], random.Random] = random.Random,
-) -> LoadResult:
+) -> Figures:
     """Lets users ask an engine until the time is over, and then cancels what is unfinished. An error ends its user.
+
+    An answer that was cut off at the end counts if it was already late by then.
 
     make_rng: makes a random generator from a seed
     Raises ConfigError if not even one question and its answer fit the context.
@@ -251,12 +232,12 @@ def run_load(
         for turn in turns:
             if turn.ended is None:
                 engine_thread.cancel(turn.request)
-    return _result(scenario, slo, turns, began, end, worst_lag)
+    return _figures(scenario, slo, turns, began, end, worst_lag)
 
 
-def _result(
+def _figures(
     scenario: Scenario, slo: SLO, turns: Sequence[Turn], began: float, end: float, worst_lag: float
-) -> LoadResult:
+) -> Figures:
     counted = [turn for turn in turns if turn.asked >= began + scenario.warmup_s]
     waits = [wait for turn in counted if (wait := turn.ttft_s(slo, end)) is not None]
     errors = [turn.error for turn in turns if turn.error]
@@ -266,7 +247,7 @@ def _result(
             of_users[turn.user.number].append(is_met)
     answers = [is_met for same in of_users.values() for is_met in same]
     users, output_tokens = {turn.user.number for turn in turns}, sum(len(turn.tokens) for turn in turns)
-    figures = {
+    return {
         "users": len(users),
         "users_judged": len(of_users),
         "answers": len(answers),
@@ -285,8 +266,3 @@ def _result(
         "answers_served_share": sum(answers) / len(answers) if answers else None,
         "output_tokens_per_s": output_tokens / (end - began) if end > began else 0.0,
     }
-    timed = []
-    for turn in turns:
-        speed = 1 / turn.tpot_s if turn.tpot_s else None
-        timed.append(TimedAnswer(turn.user.number, turn.asked - began, turn.ttft_s(slo, end), speed))
-    return LoadResult(figures, timed)

@@ -224,6 +224,8 @@ def test_replicas_do_the_same_work(
         (["--skew", "1", "--input-len", "3:9"], "as one number each"),
         (["--skew", "1", "--users", "3"], "--skew goes with strategies, not with users"),
         (["--skew", "0,1", "--ablate", "ragged"], "--replicas go with one"),
+        (["--skew", "0,1", "--plot", "p"], "There is no picture of a curve over --skew"),
+        (["--users", "3", "--plot", "p"], "There is no picture of one number of users"),
         (["--skew", "1", "rows.jsonl"], "The rows of a file have lengths of their own"),
         (["--skew", "3", "--output-len", "300"], "The longest request has"),
         (["--users", "1,x"], "'1,x' is no number of users, nor a list such as 1,8,32"),
@@ -251,7 +253,7 @@ def test_everything_at_once(model_folder: Path, tmp_path: Path, capsys: pytest.C
     assert all(one in shown for one in words)
     assert shown.count("100%") >= 8 and "tokens a step" in shown
     plots = {path.name for path in (tmp_path / "plots").iterdir()}
-    assert plots >= {"timeline.svg", "utilisation.svg", "speed.svg", "step.svg"}
+    assert plots == {f"{name}{end}.svg" for name in ("timeline", "speed") for end in ("", "-dark")}
     assert 2 * (tmp_path / "r.html").read_text().count("<img") == len(plots)
 
 

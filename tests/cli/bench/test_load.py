@@ -18,7 +18,7 @@ from cbatch.base.outputs import TokenEvent
 from cbatch.base.request import EventCallback, Request
 from cbatch.cli.bench.load import Capacity, expected_arrivals, find_capacity, medians, most_served, remarks, run_rounds
 from cbatch.cli.bench.options import parse_duration
-from cbatch.cli.bench.users import SLO, LoadResult, Scenario, TimedAnswer, Turn, User, run_load
+from cbatch.cli.bench.users import SLO, Figures, Scenario, Turn, User, run_load
 from cbatch.cli.bench.workload import LengthDistribution
 
 EASY_SLO = SLO(ttft_s=1.0, tps=4.0)
@@ -93,13 +93,13 @@ def scenario(**changes: Any) -> Scenario:
     return Scenario(**settings | changes)
 
 
-def run(simulation: SimulatedEngine, slo: SLO = EASY_SLO, **changes: Any) -> LoadResult:
+def run(simulation: SimulatedEngine, slo: SLO = EASY_SLO, **changes: Any) -> Figures:
     return run_load(simulation, scenario(**changes), slo, simulation, Even)
 
 
 def load(simulation: SimulatedEngine, slo: SLO = EASY_SLO, **changes: Any) -> SimpleNamespace:
     """The figures of a load."""
-    return SimpleNamespace(**run(simulation, slo, **changes).figures)
+    return SimpleNamespace(**run(simulation, slo, **changes))
 
 
 def test_every_figure() -> None:
@@ -107,7 +107,7 @@ def test_every_figure() -> None:
     simulation = SimulatedEngine()
     result = run(simulation)
     assert [made.at for made in simulation.asked] == [1, 2, 3.5, 4.5, 6, 7, 8.5, 9.5]
-    assert result.figures == {
+    assert result == {
         "users": 2,
         "users_judged": 2,
         "answers": 6,
@@ -126,13 +126,11 @@ def test_every_figure() -> None:
         "answers_served_share": 1.0,
         "output_tokens_per_s": pytest.approx(33 / 9.6),
     }
-    assert result.timed[0] == TimedAnswer(0, 1, 0.5, 4.0)
-    assert result.timed[-1] == TimedAnswer(1, 9.5, None, None), "a first token that could still have been early"
     for slo in (SLO(0.4, 4.0), SLO(1.0, 5.0)):  # the first token is too late, or those after it are
         bad = load(SimulatedEngine(), slo)
         assert bad.users_served_share == bad.answers_served_share == 0
-    late = run(SimulatedEngine(ttft=100.0), SLO(0.05, 4.0)).timed
-    assert [answer.ttft_s for answer in late] == pytest.approx([8.6, 7.6])
+    late = run(SimulatedEngine(ttft=100.0), SLO(0.05, 4.0))
+    assert late["ttft_s"]["p50"] == pytest.approx((8.6 + 7.6) / 2)
 
 
 def test_one_late_answer_is_one_user_less() -> None:
@@ -228,10 +226,9 @@ def test_what_is_unfinished_is_cancelled(interrupted: bool) -> None:
         assert (result.output_tokens, result.cut_off, result.answers) == (33, 2, 6)
 
 
-def made(p99: float | None = 1.0, **changes: Any) -> LoadResult:
+def made(p99: float | None = 1.0, **changes: Any) -> Figures:
     """Figures of a load, some of them changed."""
-    figures = run(SimulatedEngine()).figures
-    return LoadResult(figures | {"ttft_s": {"p50": 0.1, "p90": 0.2, "p99": p99}} | changes)
+    return run(SimulatedEngine()) | {"ttft_s": {"p50": 0.1, "p90": 0.2, "p99": p99}} | changes
 
 
 @pytest.mark.parametrize(
@@ -249,7 +246,7 @@ def test_the_search_finds_the_most(capacity: int, most: int, tried: list[int]) -
     """Guards doubling and bisection, and a fast engine against an endless search; within a tenth takes less time."""
     asked: list[int] = []
 
-    def measure(users: int) -> LoadResult:
+    def measure(users: int) -> Figures:
         asked.append(users)
         return made(users_served_share=1.0 if users <= capacity else 0.9899)
 
@@ -280,7 +277,7 @@ def test_users_who_never_came_are_told() -> None:
     asked = scenario(users=128, rate=4.0, duration_s=20.0)
     simulation = SimulatedEngine()
     result = run_load(simulation, asked, EASY_SLO, simulation, Even)
-    assert (result.figures["users"], result.figures["users_missing"]) == (79, 49)  # the 80th would come at the end
+    assert (result["users"], result["users_missing"]) == (79, 49)  # the 80th would come at the end
     warning = expected_arrivals(asked)
     assert "about 80 of 128 users will arrive in 20 s at 4 a second" in warning
     assert "--rate 13 or --duration 64s" in warning

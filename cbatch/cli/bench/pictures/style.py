@@ -28,44 +28,30 @@ DARK: dict[str, str] = {}
 """The colours of dark pages by those of light ones. The background is that of GitHub's dark pages, and of our own."""
 
 
-def _colour(light: str, dark: str) -> str:
+def colour(light: str, dark: str) -> str:
+    """A colour of light pages, whose dark one is kept in DARK."""
     DARK[light] = dark
     return light
 
 
-TEXT, MUTED = _colour("#1f2328", "#e6edf3"), _colour("#59636e", "#9198a1")
-GRID, BACKGROUND = _colour("#e7eaee", "#262c36"), _colour("#ffffff", "#0d1117")
-EMPTY_SLOT, BAND = _colour("#eceff2", "#21262d"), _colour("#e6f1fc", "#14243a")
-PALE_GREY = _colour("#d0d7de", "#484f58")
-INK_ON_DARK, INK_ON_LIGHT = _colour("#fdfdfe", "#0d1118"), _colour("#1a1d21", "#0d1119")
-"""Text in a field of one of CHUNK_COLOURS."""
+TEXT, MUTED = colour("#1f2328", "#e6edf3"), colour("#59636e", "#9198a1")
+GRID, BACKGROUND = colour("#e7eaee", "#262c36"), colour("#ffffff", "#0d1117")
+EMPTY_SLOT, BAND = colour("#eceff2", "#21262d"), colour("#e6f1fc", "#14243a")
 
-HIGHLIGHT, OTHER = _colour("#0969da", "#58a6ff"), _colour("#8c959f", "#768390")
-PEER, TARGET = _colour("#8250df", "#bc8cff"), _colour("#1a7f37", "#3fb950")
+HIGHLIGHT, OTHER = colour("#0969da", "#58a6ff"), colour("#8c959f", "#768390")
+PEER, TARGET = colour("#8250df", "#bc8cff"), colour("#1a7f37", "#3fb950")
 """Continuous batching, other strategies, peers, and what was to be reached."""
 
 SUBJECT = "continuous"
 """The title of the strategy that pictures are about."""
 
 KIND_COLOURS: dict[TokenKind, str] = {
-    "prefill": _colour("#0b4f8a", "#a5d6ff"),
-    "decode": _colour("#6fb1e0", "#1f6bb0"),
-    "padding": _colour("#f0b429", "#e3b341"),
-    "idle": _colour("#d1581b", "#da6a35"),
+    "prefill": colour("#0b4f8a", "#a5d6ff"),
+    "decode": colour("#6fb1e0", "#1f6bb0"),
+    "padding": colour("#f0b429", "#e3b341"),
+    "idle": colour("#d1581b", "#da6a35"),
 }
 """Blue is useful work, yellow and red are waste. All four differ in lightness too."""
-
-CHUNK_COLOURS = (
-    _colour("#332288", "#a99cf0"),
-    _colour("#ddaa33", "#ddaa34"),
-    _colour("#117733", "#6fd08c"),
-    _colour("#cc6677", "#f08a98"),
-    _colour("#88ccee", "#88ccef"),
-    _colour("#882255", "#d06ba6"),
-    _colour("#999933", "#b5b545"),
-    _colour("#44aa99", "#36b3a0"),
-)
-"""Colours that the colour-blind can tell apart: Paul Tol's muted scheme, https://personal.sron.nl/~pault/."""
 
 KINDS = {label: KIND_COLOURS[kind] for kind, label in KIND_LABELS.items()} | {"empty": EMPTY_SLOT}
 """The legend of pictures of slots."""
@@ -91,16 +77,16 @@ def drawing_of(draw: Callable[[], Figure], name: str) -> Drawing:
         return Drawing(svg_text(figure, name), str(figure.get_label()))
 
 
-def new_figure(height: float, title: str, note: str, legend: Mapping[str, str], *, width: float = WIDTH) -> Figure:
+def new_figure(height: float, title: str, note: str, legend: Mapping[str, str]) -> Figure:
     """A figure whose axes take `height` inches, below a title, a note, and a legend of colours by what they mean."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     whole = height + HEAD + (LEGEND if legend else 0)
-    figure = Figure((width, whole), facecolor=BACKGROUND, layout="constrained")
+    figure = Figure((WIDTH, whole), facecolor=BACKGROUND, layout="constrained")
     figure.get_layout_engine().set(rect=(0, 0, 1, height / whole), h_pad=0.06)  # type: ignore[union-attr, call-arg]
     figure.set_label(f"{title.rstrip('.')}. {note}")
-    left = 0.12 / width
+    left = 0.12 / WIDTH
     figure.text(left, 1 - 0.12 / whole, title, size=12, weight="bold", va="top")
     figure.text(left, 1 - 0.38 / whole, note, size=9, va="top", color=MUTED)
     figure.legend(

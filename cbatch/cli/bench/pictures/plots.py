@@ -1,4 +1,4 @@
-"""Figures as pictures: of strategies, over the skew of lengths, over the number of users, and of users over time."""
+"""The pictures of a bench: what slots did over time, figures of strategies, and figures over the number of users."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cbatch.cli.bench import units
+from cbatch.base.units import format_count
+from cbatch.cli.bench import timeline, units
 from cbatch.cli.bench.pictures import style
-from cbatch.cli.bench.users import SERVED_SHARE, LoadResult
+from cbatch.cli.bench.recorder import RunRecord
+from cbatch.cli.bench.users import SERVED_SHARE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,6 +20,52 @@ if TYPE_CHECKING:
 
 Figures = Mapping[str, Any]
 """Figures of `--json`, by their names."""
+
+
+def plot_timeline(records: Mapping[str, RunRecord]) -> Figure:
+    """A lane for each slot, with all strategies on the same time scale."""
+    slots = [record.slots for record in records.values()]
+    lane = min(0.2, 5 / max(sum(slots), 1))
+    figure = style.new_figure(
+        sum(slots) * lane + 0.4 * len(slots) + 0.4,
+        "Static batches wait for their slowest request; continuous batching admits the next one"
+        if len(records) > 1
+        else "What each slot did",
+        "One lane for each slot; the numbers are those of the requests.",
+        style.KINDS,
+    )
+    panels = figure.subplots(len(slots), squeeze=False, sharex=True, height_ratios=slots)[:, 0]
+    end = max(record.elapsed_s for record in records.values()) or 1.0
+    for axes, (title, record) in zip(panels, records.items(), strict=True):
+        _draw_lanes(axes, record, end, labels=lane > 0.12)
+        axes.set_title(f"{title}: {record.elapsed_s:.2f} s", weight="bold", pad=5)
+        axes.set_title(timeline.share_line(record), loc="right", color=style.MUTED, pad=5)
+    panels[-1].set_xlabel("seconds")
+    return figure
+
+
+def _draw_lanes(axes: Axes, record: RunRecord, end: float, *, labels: bool) -> None:
+    found = timeline.slot_intervals(record)
+    axes.barh(range(record.slots), record.elapsed_s, color=style.EMPTY_SLOT)
+    axes.barh(
+        [one.slot for one in found],
+        [one.seconds for one in found],
+        left=[one.start for one in found],
+        color=[style.KIND_COLOURS[one.kind] for one in found],
+        linewidth=0,
+    )
+    entries = [one for one in found if one.is_entry]
+    middles, lefts = np.array([one.slot for one in entries], float), [one.start for one in entries]
+    axes.vlines(lefts, middles - 0.4, middles + 0.4, color=style.BACKGROUND, linewidth=1.5 if labels else 0.4)
+    decodes = sorted((one for one in found if one.kind == "decode"), key=lambda one: one.seconds)
+    for request, longest in {one.request: one for one in decodes}.items():
+        if labels and longest.seconds > 0.006 * end * (1 + len(str(request))):
+            axes.text(longest.start + 0.004 * end, longest.slot, str(request), size=7, va="center")
+    axes.set(xlim=(0, end), ylim=(record.slots - 0.5, -0.5), yticks=[0, record.slots - 1] if record.slots > 1 else [0])
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(left=False)
+    axes.set_ylabel("slot", labelpad=3)
+
 
 WAYS = {
     "continuous batching": style.HIGHLIGHT,
@@ -81,76 +129,9 @@ def _values(figure: float | Mapping[str, float | None] | None) -> list[float]:
     return [] if figure is None else [figure]
 
 
-FACTORS = {
-    "slots that do not wait": ("slots", style.KIND_COLOURS["decode"]),
-    "no padding": ("padding", style.KIND_COLOURS["padding"]),
-    "time of a step": ("step_time", style.KIND_COLOURS["idle"]),
-    "empty slots (tail)": ("tail", style.CHUNK_COLOURS[2]),
-}
-"""The factors whose product is the gain, and their colours."""
-
-MEASURED = style.KIND_COLOURS["prefill"]
-
-
-def plot_skew(points: Sequence[Figures], real_work: Sequence[Figures]) -> Figure:
-    """The measured gain beside that of arithmetic, with marks where real work lies; and the factors of the gain."""
-    figure = style.new_figure(
-        2.75,
-        "The more unequal the lengths, the more continuous batching gains",
-        "How many times as fast as static batches with the same slots; skew 0: all lengths are equal.",
-        {"measured": MEASURED, "by arithmetic": style.MUTED} | {name: colour for name, (_, colour) in FACTORS.items()},
-    )
-    gain, factors = figure.subplots(1, 2)
-    _draw_gain(gain, points, real_work)
-    factors.axhline(1, color=style.MUTED, linewidth=0.8)
-    for name, colour in FACTORS.values():
-        values = [point["gain"][name] for point in points]
-        factors.plot([point["skew"] for point in points], values, "o-", color=colour, markersize=3.5, linewidth=1.6)
-    factors.set_ylim(bottom=0)
-    factors.set_title("the factors of the gain; below 1 they eat some", pad=6)
-    for axes in (gain, factors):
-        axes.set_xlabel("skew (standard deviation of the logarithm of a length)")
-        axes.grid(axis="y")
-        axes.margins(x=0.03)
-    return figure
-
-
-def _draw_gain(axes: Axes, points: Sequence[Figures], real_work: Sequence[Figures]) -> None:
-    skews = [point["skew"] for point in points]
-    lines = {
-        ("measured", "-", MEASURED, 2.0): [point["gain"]["measured"] for point in points],
-        ("by steps", "--", style.MUTED, 1.2): [point["gain"]["expected"]["by_steps"] for point in points],
-        ("by tokens", ":", style.MUTED, 1.2): [point["gain"]["expected"]["by_tokens"] for point in points],
-    }
-    dots = [(point["skew"], one) for point in points for one in point["gain_of_rounds"]]
-    axes.plot(*zip(*dots, strict=True), "o", color=MEASURED, markersize=3)
-    top = 1.18 * max(max(values) for values in lines.values())
-    lowest = -top
-    for (name, dashes, colour, width), values in sorted(lines.items(), key=lambda line: line[1][-1]):
-        axes.plot(skews, values, dashes, color=colour, linewidth=width)
-        lowest = max(values[-1], lowest + 0.08 * top)  # names at the ends of lines, one above the other
-        style.write(axes, name, (skews[-1], lowest), (8, 0), color=colour, annotation_clip=False)
-    axes.set_ylim(0, top)
-    for work in real_work:
-        low, high = work["low"], work["high"]
-        if is_field := high > low:
-            axes.axvspan(low, high, color=style.EMPTY_SLOT, linewidth=0, zorder=0)
-        else:
-            axes.axvline(high, color=style.MUTED, linewidth=0.9)
-        place, gap, side = (low, 2, "left") if is_field else (high, -2, "right")
-        style.write(axes, work["name"], (place, 0), (gap, 4), rotation=90, ha=side, va="bottom", size=8)
-    axes.set_title("gain, measured and by arithmetic", pad=6)
-
-
-MOST_DOTS = 600
-"""Answers that are drawn, evenly chosen of all of them."""
-
-MET, MISSED = style.HIGHLIGHT, style.KIND_COLOURS["idle"]
 HALF, FAR = style.TEXT, style.OTHER
 """Colours of the median and of the users who are served worst."""
 
-HEIGHT = 2.5
-OBJECTIVE = {"the objective (SLO)": style.TARGET}
 DASHED: dict[str, Any] = {"linewidth": 1.2, "linestyle": (0, (4, 3))}
 
 
@@ -163,10 +144,14 @@ def plot_load(runs: Mapping[int, Sequence[Figures]], work: Figures, capacity: in
     """
     repeats = max(map(len, runs.values()))
     figure = style.new_figure(
-        HEIGHT,
+        2.5,
         "What each user gets as the number of users grows",
         "Logarithmic scales." + (" Lines go through the median of several runs, which are the dots." * (repeats > 1)),
-        {"half of them get this or better (p50)": HALF, "p99 of the times, p10 of the speeds": FAR} | OBJECTIVE,
+        {
+            "half of them get this or better (p50)": HALF,
+            "p99 of the times, p10 of the speeds": FAR,
+            "the objective (SLO)": style.TARGET,
+        },
     )
     first, speed, within = figure.subplots(1, 3)
     first.set_title("time to the first token", pad=6)
@@ -186,7 +171,7 @@ def plot_load(runs: Mapping[int, Sequence[Figures]], work: Figures, capacity: in
     if capacity:
         within.axvline(capacity, color=style.TARGET, linewidth=1.2, linestyle=(0, (1, 2)))
         side, gap = ("right", -5) if capacity > (min(runs) * max(runs)) ** 0.5 else ("left", 5)
-        style.write(within, f"{capacity:,} users", (capacity, 0.06), (gap, 0), ha=side, va="baseline")
+        style.write(within, format_count(capacity, "user"), (capacity, 0.06), (gap, 0), ha=side, va="baseline")
     for axes in (first, speed, within):
         _set_users(axes, list(runs))
     return figure
@@ -214,55 +199,8 @@ def _set_users(axes: Axes, users: Sequence[int]) -> None:
     if users[-1] > users[0]:
         axes.set_xscale("log", base=2)
         axes.set_xlim(users[0] / 1.15, users[-1] * 1.15)
-    powers = [count for count in users if count & (count - 1) == 0] if len(users) > 5 else list(users)
-    ticks = powers[(len(powers) - 1) % 2 :: 2] if len(powers) > 6 else powers  # so that the numbers do not overlap
-    axes.set_xticks(ticks, [f"{count:,}" for count in ticks])
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+    else:
+        axes.set_xticks(users)
     axes.minorticks_off()
     axes.set_xlabel("users at once")
-
-
-def plot_users(result: LoadResult, work: Figures) -> Figure:
-    """Users who have come, time to the first token and speed, by the time of the question.  work: that of `--json`"""
-    users, end, asked_for = result.figures["users"], result.figures["elapsed_s"], work["users"][0]
-    shown = result.timed[:: -(-len(result.timed) // MOST_DOTS)]
-    came = f"{users:,} user{'s' * (users != 1)}"
-    count = f"A dot for each of {len(shown):,} answers, by the time of its question."
-    if len(shown) < len(result.timed):
-        count = f"Dots for {len(shown):,} of {len(result.timed):,} answers, by the time of the question."
-    figure = style.new_figure(
-        HEIGHT,
-        f"{came} and their answers" if users >= asked_for else f"{came} of {asked_for:,}, and their answers",
-        count,
-        {"answer within the objective": MET, "answer that is not": MISSED} | OBJECTIVE | {"users": style.TEXT},
-    )
-    arrivals, first, speed = figure.subplots(1, 3)
-    times: dict[int, float] = {}
-    for answer in result.timed:
-        times[answer.user] = min(times.get(answer.user, answer.asked_s), answer.asked_s)
-    come = len(times)
-    arrivals.step([0, *sorted(times.values()), end], [0, *range(1, come + 1), come], where="post", color=style.TEXT)
-    arrivals.axhline(asked_for, color=style.MUTED, linewidth=1.0, linestyle=(0, (4, 3)))
-    style.write(arrivals, f"{asked_for:,} asked for", (0, asked_for), (4, -3), va="top", color=style.MUTED)
-    arrivals.set_ylim(0, asked_for * 1.05)
-    arrivals.grid(axis="y")
-    arrivals.set_title("users who have come", pad=6)
-    target = work["slo_ttft_s"]
-    first.set_title("time to the first token", pad=6)
-    _draw_answers(first, [(one.asked_s, one.ttft_s, one.ttft_s <= target) for one in shown if one.ttft_s])
-    _set_target(first, target, units.round_duration)
-    speed.set_title("output tokens/s of an answer", pad=6)
-    speeds = [(one.asked_s, one.tokens_per_s) for one in shown if one.tokens_per_s]
-    _draw_answers(speed, [(asked, value, value >= work["slo_tps"]) for asked, value in speeds])
-    _set_target(speed, work["slo_tps"], units.plain)
-    for axes in (arrivals, first, speed):
-        axes.set_xlim(0, end or 1.0)
-        axes.set_xlabel("seconds")
-    return figure
-
-
-def _draw_answers(axes: Axes, answers: Sequence[tuple[float, float, bool]]) -> None:
-    """answers: when each was asked for, its value, and whether it meets the target"""
-    for colour, wanted in ((MET, True), (MISSED, False)):
-        dots = [(when, value) for when, value, is_met in answers if is_met is wanted]
-        if dots:
-            axes.plot(*zip(*dots, strict=True), "o", color=colour, markersize=4, markeredgewidth=0, clip_on=False)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from cbatch.cli.bench.pictures import style
-from cbatch.cli.bench.recorder import ExampleStep, RecordedChunk, RunRecord
+from cbatch.cli.bench.recorder import RecordedChunk, RunRecord, RunRecorder
+from cbatch.cli.bench.strategies import run_continuous
+from cbatch.cli.bench.workload import Workload
+from cbatch.engine.stats import StepRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,9 +25,86 @@ MAX_CELLS = 64
 LINE, PROMPTS, ROW = 0.16, 1.6, 0.26
 """Inches of a single token's line of the mask, of all lines of prompts together, and of the other panels."""
 
+CHUNK_COLOURS = (
+    style.colour("#332288", "#a99cf0"),
+    style.colour("#ddaa33", "#ddaa34"),
+    style.colour("#117733", "#6fd08c"),
+    style.colour("#cc6677", "#f08a98"),
+    style.colour("#88ccee", "#88ccef"),
+    style.colour("#882255", "#d06ba6"),
+    style.colour("#999933", "#b5b545"),
+    style.colour("#44aa99", "#36b3a0"),
+)
+"""Colours that the colour-blind can tell apart: Paul Tol's muted scheme, https://personal.sron.nl/~pault/."""
+
+INK_ON_DARK, INK_ON_LIGHT = style.colour("#fdfdfe", "#0d1118"), style.colour("#1a1d21", "#0d1119")
+"""Text in a field of one of CHUNK_COLOURS."""
+
 PALE = 0.35
 
 BlockTable = tuple[int, ...]
+
+
+class ExampleStep(NamedTuple):
+    """The step to draw: its number, and the ids of the KV cache blocks up to the end of each of its chunks."""
+
+    step: int
+    block_size: int
+    block_tables: tuple[BlockTable, ...]
+
+
+MOST_BLOCKS = 60
+"""Blocks whose numbers can be read in the picture of a step."""
+
+
+def example_score(chunks: Sequence[tuple[int, int]], tables: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """How well a step serves as a picture; higher is better.
+
+    chunks: start and length of each, without drafts
+    tables: the blocks that each of them reads
+
+    Best are steps that mix prompts and single tokens, then those in which the blocks of half the requests do not follow
+    each other, then those with few enough to be read, then those that continue a prompt, then those with about seven
+    chunks, and then those with few tokens.
+    """
+    prompts = [start for start, tokens in chunks if tokens > 1]
+    is_mixed = 0 < len(prompts) < len(chunks)
+    scattered = sum(any(after != before + 1 for before, after in pairwise(table)) for table in tables)
+    return (
+        is_mixed,
+        is_mixed and 2 * scattered >= len(tables),
+        is_mixed and sum(map(len, tables)) <= MOST_BLOCKS,
+        is_mixed and any(prompts),
+        -abs(len(chunks) - 7),
+        -sum(tokens for _, tokens in chunks),
+    )
+
+
+class StepWatcher:
+    """Runs the work in continuous batches, and keeps the step that serves best as a picture."""
+
+    def __init__(self) -> None:
+        self.example: ExampleStep | None = None
+        self._best_score: tuple[int, ...] = ()
+
+    def run(self, recorder: RunRecorder, work: Workload, slots: int) -> None:
+        """As strategies of a bench do."""
+        engine = recorder.engine
+        record_step, limits = engine.on_step, engine.limits
+
+        def on_step(step: StepRecord) -> None:
+            """Keeps blocks of the step before it ends, when finished requests free theirs."""
+            chunks = step.scheduled.chunks
+            tables = tuple(tuple(chunk.sequence.blocks[: limits.blocks_for(chunk.stop)]) for chunk in chunks)
+            score = example_score([(chunk.start, chunk.num_tokens - len(chunk.draft)) for chunk in chunks], tables)
+            if score > self._best_score:
+                self._best_score = score
+                self.example = ExampleStep(len(recorder.record.steps), limits.block_size, tables)
+            if record_step is not None:
+                record_step(step)
+
+        engine.on_step = on_step
+        run_continuous(recorder, work, slots)
 
 
 class DrawnChunk(NamedTuple):
@@ -51,7 +132,7 @@ def choose_chunks(chunks: list[tuple[RecordedChunk, BlockTable]]) -> list[tuple[
     """As many chunks as can be told apart, in their order. Padding is left out, unless there is nothing else."""
     shown = [n for n, (chunk, _) in enumerate(chunks) if chunk.kind != "padding"] or list(range(len(chunks)))
     chosen = [n for n in shown if chunks[n][0].tokens > 1][:RESERVED_PROMPTS]
-    chosen += [n for n in shown if n not in chosen][: len(style.CHUNK_COLOURS) - len(chosen)]
+    chosen += [n for n in shown if n not in chosen][: len(CHUNK_COLOURS) - len(chosen)]
     return [chunks[n] for n in sorted(chosen)]
 
 
@@ -62,7 +143,7 @@ def lay_out(chunks: list[tuple[RecordedChunk, BlockTable]], block_size: int) -> 
     gap = 0.02 * sum(len(table) * block_size for _, table in chunks)
     drawn: list[DrawnChunk] = []
     top = left = 0.0
-    for (chunk, table), colour, count in zip(chunks, style.CHUNK_COLOURS, cells, strict=False):
+    for (chunk, table), colour, count in zip(chunks, CHUNK_COLOURS, cells, strict=False):
         drawn.append(DrawnChunk(chunk, table, colour, count, top, LINE if count == 1 else prompt_line, left))
         top = drawn[-1].bottom
         left += len(table) * block_size + gap
@@ -175,4 +256,4 @@ def ink_on(colour: str) -> str:
     """The colour of text that can be read on a colour."""
     red, green, blue = (int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5))
     is_light = 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 > 0.2
-    return style.INK_ON_LIGHT if is_light else style.INK_ON_DARK
+    return INK_ON_LIGHT if is_light else INK_ON_DARK
