@@ -159,6 +159,7 @@ def _prepare_file(
         f"{truncated:,} that --max-tokens ended {word_for(truncated, 'goes', 'go')} on" if truncated else "",
         f"{anew:,} of a run with fewer --max-tokens {word_for(anew, 'begins', 'begin')} anew" if anew else "",
         f"{plan.carried:,} of them with changed columns" if plan.carried else "",
+        f"{plan.errors:,} of them failed (see --retry-errors)" if plan.errors else "",
         "" if plan.fits else f"not kept: {plan}",
     ]
     notice(f"resuming: {'; '.join(filter(None, parts))}")

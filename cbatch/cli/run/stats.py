@@ -112,9 +112,7 @@ class RunStats:
             replace(
                 now,
                 stats=since(now.stats, before.stats),
-                rows=now.rows - before.rows,
-                copies=now.copies - before.copies,
-                deaths=now.deaths - before.deaths,
+                **{name: getattr(now, name) - getattr(before, name) for name in ("rows", "copies", "deaths")},
             )
             for before, now in zip(self._each_before, self._driver.each(), strict=True)
         ]

@@ -45,7 +45,9 @@ def test_a_finished_file_is_left_alone(done: Command, whole: bytes) -> None:
     """Guards a repeated call: all rows are kept, with the same bytes and the same exit code."""
     inode = done.out.stat().st_ino
     assert done("--resume") == 1 and done.counts() == (6, 0)
-    assert "nothing left to do: 6 rows are there, 2 of them errors" in done.said()
+    said = done.said()
+    assert "6 rows are kept; 2 of them failed (see --retry-errors)" in said
+    assert "nothing left to do: 6 rows are there, 2 of them errors" in said
     assert done.data == whole and done.out.stat().st_ino == inode
 
 
