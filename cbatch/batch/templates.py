@@ -44,7 +44,7 @@ def read_template(given: str, *, may_be_constant: bool = False) -> ColumnTemplat
         template = PromptTemplate(given.removeprefix("@"))
     if template.constant_behind is None and not may_be_constant:
         problem = "The template uses no column, so all rows would get the same prompt; --constant-template allows that."
-        raise ConfigError(f"{problem} Columns stand in single braces, such as {{text}}.")
+        raise ConfigError(f"{problem} Columns stand in single braces, such as {{text}}; in a .jinja file in two.")
     return template
 
 

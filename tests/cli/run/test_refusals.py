@@ -57,7 +57,7 @@ AT_THE_START = [
     ("in.csv --template none.jinja", "--template @none.jinja"),
     ("in.csv --template @none.jinja", "Cannot read the template none.jinja"),
     ("in.csv --template full.jsonl", "--template @full.jsonl"),
-    ("in.csv --template {{text}}", "The template uses no column"),
+    ("in.csv --template {{text}}", "such as {text}; in a .jinja file in two."),
     ("in.csv --template {text} --template {id}", "--template is given twice"),
     ("in.csv --template {text} --shard 9/8", "--shard takes K/N"),
     ("in.csv --template {text} --output-format json -o -", "--output-format json needs an output file"),
