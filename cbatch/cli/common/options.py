@@ -197,33 +197,25 @@ def record_options(
     return add
 
 
-def template_kwargs_option() -> Any:
-    """The field of a command's record for variables of the chat template."""
-    return option(
-        make=dict,
-        help="Variables for the chat template, such as '{\"enable_thinking\": false}'.",
-        group="Prompts and tools",
-        metavar="JSON",
-        parse=lambda text: dict(TemplateOptions(kwargs=parse_json(text)).kwargs),
-    )
-
-
-def tools_option() -> Any:
-    """The field of a command's record for files of tools."""
-    help = "Let the model call the tools in FILE: Python functions, commands, MCP servers (repeatable)."
-    return option((), help, group="Prompts and tools", names=("--tools", "--tool"), metavar="FILE")
-
-
-def trace_option() -> Any:
-    """The field of a command's record for a trace."""
-    return option(
-        None,
-        "Profile some steps and write a Chrome trace, to open in Perfetto.",
-        group="Reports",
-        metavar="FILE",
-        is_file=True,
-    )
-
+template_kwargs_option = partial(
+    option,
+    make=dict,
+    help="Variables for the chat template, such as '{\"enable_thinking\": false}'.",
+    group="Prompts and tools",
+    metavar="JSON",
+    parse=lambda text: dict(TemplateOptions(kwargs=parse_json(text)).kwargs),
+)
+tools_option = partial(
+    option,
+    (),
+    "Let the model call the tools in FILE: Python functions, commands, MCP servers (repeatable).",
+    group="Prompts and tools",
+    names=("--tools", "--tool"),
+    metavar="FILE",
+)
+_trace = "Profile some steps and write a Chrome trace, to open in Perfetto."
+trace_option = partial(option, None, _trace, group="Reports", metavar="FILE", is_file=True)
+"""Make the fields of a command's record for them."""
 
 replica_options = record_options(ReplicaOptions)
 
