@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -66,6 +67,12 @@ class NameListOption(click.Option):
         before, comma, last = incomplete.rpartition(",")
         left = [name for name in self.about.choices if name not in before.split(",")]
         return [CompletionItem(f"{before}{comma}{name}") for name in left if name.startswith(last)]
+
+
+class FiniteRange(click.FloatRange):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        return number if math.isfinite(number) else self.fail(f"{value} is no finite number.", param, ctx)
 
 
 def _parse_params(texts: tuple[str, ...]) -> dict[str, Any]:
@@ -156,7 +163,7 @@ def click_option(one: OptionField, **changes: Any) -> click.Option:
 
 def _number(one: OptionField) -> Any:
     kind = one.kinds[0]
-    ranged: Any = click.IntRange if kind is int else click.FloatRange
+    ranged: Any = click.IntRange if kind is int else FiniteRange
     about = one.about
     if about.low is None and about.high is None:
         return kind

@@ -30,16 +30,6 @@ def _parse_resources(text: str) -> dict[str, float]:
     return resources
 
 
-def _parse_timeout(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is not a valid float.") from None
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"{seconds:g} is no number of seconds above 0.")
-    return seconds
-
-
 _option = partial(option, group="Replicas")
 
 
@@ -67,7 +57,8 @@ class ReplicaOptions:
         None,
         "Start a replica again that gives no sign for so long.",
         metavar="SECONDS",
-        parse=_parse_timeout,
+        low=0,
+        above=True,
         shown="300",
     )
 

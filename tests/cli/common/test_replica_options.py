@@ -50,9 +50,9 @@ SENSELESS = [
     ('--ray auto --ray-resources {"num_gpus":NaN}', "is no JSON object of numbers"),
     ('--replicas 2 --ray-resources {"num_gpus":1}', "--ray-resources needs --ray."),
     ("--replica-timeout 9", "--replica-timeout needs --replicas or --ray."),
-    ("--replicas 2 --replica-timeout 0", "0 is no number of seconds above 0"),
+    ("--replicas 2 --replica-timeout 0", "0.0 is not in the range x>0"),
     ("--replicas 2 --device-map auto", "it does not go with --replicas, which shares them out"),
-    ("--replicas 2 --replica-timeout nan", "nan is no number of seconds above 0"),
+    ("--replicas 2 --replica-timeout nan", "nan is no finite number"),
 ]
 """Options, of `run`, `chat` and `bench`, and what is said of them."""
 

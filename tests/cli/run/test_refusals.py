@@ -51,6 +51,7 @@ AT_THE_START = [
     ("in.jsonl --lora sql", "'sql' is not NAME=PATH"),
     ("in.jsonl --lora a=b --lora a=c", "two adapters have the name a"),
     ("in.jsonl --tools tools.py -o out.jsonl", "tools.py defines no public function"),
+    ("in.jsonl -o out.jsonl --journal-tokens --journal-interval nan", "nan is no finite number"),
     ("in.csv --template {tixt}", "in.csv has no column 'tixt', which the template needs"),
     ("in.csv", "in.csv has no column 'prompt'"),
     ("in.csv --template {}", "plain names of columns in braces"),
