@@ -1,6 +1,7 @@
 """The declaration of a reply format: the markup around reasoning and around tool calls.
 
-Each file of `cbatch/text/reply_formats` is a declaration, and has the names that are documented here.
+Each file of `cbatch/text/reply_formats` is a declaration, and has the names that are documented here. One that is
+`like` another has what that says, too, except what it says itself.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Calls:
     also:             other forms that are read in such a block
     """
 
-    call: str
+    call: str = '{"name": "{name}", "arguments": {json}}'
     opening: str = ""
     closing: str = ""
     between: str | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,19 +20,25 @@ _THINK_TAG = re.compile(r"</((?:\w+:)?(?:think(?:ing)?|thoughts?|reason(?:ing)?)
 def reply_formats() -> dict[str, ReplyFormat]:
     """All declarations by their names, which are those of their files. Those of a higher rank come first."""
     read = {path.stem: tomllib.loads(path.read_text("utf-8")) for path in sorted(_FOLDER.glob("*.toml"))}
-    calls = {name: _calls(fields.pop("calls")) for name, fields in read.items() if "calls" in fields}
-    made = [_format(name, fields, calls) for name, fields in read.items()]
+    whole = {name: _with_other(fields, read) for name, fields in read.items()}
+    calls = {name: _calls(**fields.pop("calls")) for name, fields in whole.items() if "calls" in fields}
+    made = [_format(name, fields, calls) for name, fields in whole.items()]
     return {one.name: one for one in sorted(made, key=lambda one: -one.rank)}
 
 
-def _calls(fields: dict[str, Any]) -> tuple[Calls, list[str]]:
-    also = fields.pop("also", [])
+def _with_other(fields: Mapping[str, Any], read: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What a declaration says, on top of what the one says that it is like."""
+    other, own = read.get(fields.get("like", ""), {}), {key: one for key, one in fields.items() if key != "like"}
+    return {**other, **own, "calls": {**other.get("calls", {}), **own["calls"]}} if other else own
+
+
+def _calls(also: Sequence[str] = (), **fields: Any) -> tuple[Calls, Sequence[str]]:
     return Calls(**_hashable(fields)), also
 
 
-def _format(name: str, fields: dict[str, Any], calls: Mapping[str, tuple[Calls, list[str]]]) -> ReplyFormat:
+def _format(name: str, fields: dict[str, Any], calls: Mapping[str, tuple[Calls, Sequence[str]]]) -> ReplyFormat:
     reasoning = fields.pop("reasoning", {"opening": "<think>", "closing": "</think>"})
-    own, also = calls.get(name, (None, []))
+    own, also = calls.get(name, (None, ()))
     return ReplyFormat(
         name=name,
         reasoning=Reasoning(**reasoning) if reasoning else None,
