@@ -70,11 +70,11 @@ def record(outputs: OutputProcessor) -> bytes | None:
                 "finish": one.finish_reason,
                 "stop": one.stop_reason,
                 "closed": one.closed,
-                "logprobs": _packed(one.logprobs),
+                "logprobs": one.logprobs,
             }
             for one in outputs.outputs
         ],
-        "prompt": _packed(outputs.prompt_logprobs) if outputs.prompt_logprobs is not None else None,
+        "prompt": outputs.prompt_logprobs,
     }
     return zlib.compress(json.dumps(fields, separators=(",", ":")).encode(), 1)
 
@@ -102,10 +102,6 @@ def events_of(data: bytes) -> Iterator[TokenEvent]:
                 logprobs=logprob,
                 prompt_logprobs=scores if number == place == 0 else None,
             )
-
-
-def _packed(logprobs: Sequence[TokenLogprobs]) -> list[Any]:
-    return [[one.token_id, float(one.logprob), [[at, float(value)] for at, value in one.top]] for one in logprobs]
 
 
 def _unpacked(packed: list[Any]) -> list[TokenLogprobs]:

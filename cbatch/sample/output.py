@@ -90,7 +90,8 @@ class PendingSample:
                 self._sampled = sampler.sample(values, sequences, positions, argmax, row_masks)
             rows = [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
             if rows:
-                others = {row: token for row in rows if (token := _alternative(sequences[row])) is not None}
+                guides = {row: guide for row in rows if (guide := sequences[row].guide) is not None}
+                others = {row: guide.alternative for row, guide in guides.items() if guide.alternative is not None}
                 self._logprobs = _begin_logprobs(sequences, logits.values, rows, self._sampled.tokens)
                 self._others = _begin_logprobs(sequences, logits.values, list(others), list(others.values()))
 
@@ -187,10 +188,6 @@ def _begin_scores(scheduled: SchedulerOutput, logits: Tensor) -> PendingLogprobs
         token_ids += sequence.token_ids[places.start + 1 : places.stop + 1]
         counts += [sequence.params.prompt_logprobs or 0] * len(places)
     return PendingLogprobs(logits, to_device([np.array(token_ids, np.int64)], logits.device)[0], counts)
-
-
-def _alternative(sequence: TokenSequence) -> int | None:
-    return sequence.guide.alternative if sequence.guide is not None else None
 
 
 def _begin_logprobs(

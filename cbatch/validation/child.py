@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 from cbatch.base.strict_json import parse_json_value
 
-MAX_CHARACTERS = 300
-
 Check = Callable[[str], str | None]
 """Says why a text is not good, or None."""
 
@@ -18,7 +16,7 @@ def pattern_check(pattern: str) -> Check:
     compiled = re.compile(pattern)
 
     def check(text: str) -> str | None:
-        return None if compiled.fullmatch(text.strip()) else f"it does not match {_short(pattern)}"
+        return None if compiled.fullmatch(text.strip()) else f"it does not match {pattern}"
 
     return check
 
@@ -34,7 +32,7 @@ def schema_check(text: str) -> Check:
     try:
         kind.check_schema(schema)
     except exceptions.SchemaError as error:
-        raise ValueError(_short(error.message)) from error
+        raise ValueError(error.message) from error
     validator = kind(schema, registry=Registry())  # which fetches nothing from anywhere
 
     def check(text: str) -> str | None:
@@ -45,19 +43,15 @@ def schema_check(text: str) -> Check:
         try:
             worst = exceptions.best_match(validator.iter_errors(value))
         except Unresolvable as error:
-            return f"the schema cannot be applied: {_short(str(error))}"
+            return f"the schema cannot be applied: {error}"
         if worst is None:
             return None
-        return f"{worst.json_path}: {_short(worst.message)}" if worst.json_path != "$" else _short(worst.message)
+        return f"{worst.json_path}: {worst.message}" if worst.json_path != "$" else worst.message
 
     return check
 
 
 CHECKS: dict[str, Callable[[str], Check]] = {"json-schema": schema_check, "regex": pattern_check}
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= MAX_CHARACTERS else text[:MAX_CHARACTERS] + "…"
 
 
 class Checks:

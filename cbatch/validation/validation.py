@@ -65,7 +65,7 @@ class Check:
             schema = json.dumps(json.loads(text))
             child.schema_check(schema)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"This is no JSON schema: {error}.") from None
+            raise ConfigError(f"This is no JSON schema: {str(error)[:MAX_ERROR_CHARACTERS]}.") from None
         return cls("json-schema", schema)
 
     @classmethod
