@@ -288,9 +288,8 @@ def _open_session(options: ChatOptions, controller: ChatController, store: Sessi
     source, index = options.source, options.index
     if source is None or index is None:
         return
-    from cbatch.cli.chat.engine_client import takes_messages
+    from cbatch.cli.chat.engine_client import prompt_length
     from cbatch.cli.chat.session.export import from_result
-    from cbatch.cli.chat.session.session import as_plain_text
 
     prompts, sampling = Path(options.prompts) if options.prompts is not None else None, options.sampling
     session, prompt_tokens = from_result(Path(source), index, prompts, sampling.seed)
@@ -303,10 +302,6 @@ def _open_session(options: ChatOptions, controller: ChatController, store: Sessi
     elif prompt_tokens is not None and session.last is not None:
         messages = session.messages(session.last)
 
-        def measure(engine: Engine) -> int:
-            is_chat = takes_messages(engine)
-            return len(engine.encode({"messages": messages} if is_chat else as_plain_text(messages), raw=not is_chat))
-
         def compare(count: int) -> None:
             if count != prompt_tokens:
                 notice(
@@ -314,4 +309,4 @@ def _open_session(options: ChatOptions, controller: ChatController, store: Sessi
                     f"{index + 1} of {prompts} gives {count:,} with this model: is it the right file?"
                 )
 
-        controller.client.count(measure, compare)
+        controller.client.compute(partial(prompt_length, messages=messages), compare)

@@ -196,8 +196,7 @@ class ChatController:
 
     def retry(self, session: Session, variants: Sequence[Variant]) -> int:
         """Requests one more reply to the last message for each variant. Returns the number of the first of them."""
-        if self.client_of(session).engine is None:
-            raise UserError("The model is still loading.")
+        self.client_of(session).require_engine()
         turn = self._require_last_turn(session)
         for variant in variants:
             if variant.model is not None:

@@ -23,6 +23,7 @@ from cbatch.base.errors import RequestError, invalid_row
 from cbatch.base.params import DEFAULT_PARAMS, SamplingParams
 from cbatch.base.units import format_count
 from cbatch.cli.chat.session.session import Message, as_plain_text
+from cbatch.cli.common.exits import UserError
 
 if TYPE_CHECKING:
     from cbatch.api import Engine
@@ -117,6 +118,12 @@ class EngineClient:
         other.start(self.post, on_open)
         return other
 
+    def require_engine(self) -> Engine:
+        """The engine. Raises UserError while it is loaded."""
+        if self.engine is None:
+            raise UserError("The model is still loading.")
+        return self.engine
+
     def close(self) -> None:
         """Closes the engine if somebody needs that; a chat that ends does not wait for the step in flight."""
         if self.engine is not None and self._closes_engine:
@@ -132,9 +139,9 @@ class EngineClient:
     def submit(self, request: ReplyRequest) -> None:
         self._jobs.put(request)
 
-    def count(self, measure: Callable[[Engine], T], on_count: Callable[[T], None]) -> None:
-        """Has something counted once the model is there. `on_count`: called on the front end's thread"""
-        self._jobs.put(lambda engine: self.post(partial(on_count, measure(engine))))
+    def compute(self, function: Callable[[Engine], T], on_result: Callable[[T], None]) -> None:
+        """Calls a function of the engine once that is there. `on_result`: called on the front end's thread"""
+        self._jobs.put(lambda engine: self.post(partial(on_result, function(engine))))
 
     def cancel(self, request: ReplyRequest) -> None:
         """Stops a request, whose callbacks are not called any more."""
@@ -257,6 +264,12 @@ class EngineClient:
         self.post(lambda: None if request.is_cancelled else callback())
 
 
+def prompt_length(engine: Engine, messages: Sequence[Message]) -> int:
+    """The tokens of a conversation as the model gets it."""
+    is_chat = takes_messages(engine)
+    return len(engine.encode({"messages": messages} if is_chat else as_plain_text(messages), raw=not is_chat))
+
+
 def num_tokens(engine: Engine, text: str) -> int:
     """The tokens of a text; of a very long one, by those of its beginning."""
     beginning = text[:MOST_COUNTED]
@@ -271,9 +284,8 @@ def reply_room(engine: Engine, params: SamplingParams) -> int:
 
 def room_beside(engine: Engine, messages: Sequence[Message], params: SamplingParams) -> int:
     """Tokens of a text that fit into a conversation beside its other messages and a reply."""
-    is_chat = takes_messages(engine)
-    used = len(engine.encode({"messages": messages} if is_chat else as_plain_text(messages), raw=not is_chat))
-    return max(engine.limits.sequence.longest - used - reply_room(engine, params) - SPARE_TOKENS, 0)
+    used = prompt_length(engine, messages) + reply_room(engine, params) + SPARE_TOKENS
+    return max(engine.limits.sequence.longest - used, 0)
 
 
 def fitted(engine: Engine, text: str, room: int) -> tuple[str, int]:

@@ -19,6 +19,7 @@ from cbatch.base.params import PARAMS, SamplingParams
 from cbatch.cli.chat.commands.registry import COMMANDS, CommandCompleter, FrontEnd
 from cbatch.cli.chat.commands.sessions import parse_variants
 from cbatch.cli.chat.controller import ChatController
+from cbatch.cli.chat.engine_client import EngineClient
 from cbatch.cli.chat.screen import _fitting
 from cbatch.cli.chat.session.files import expand_names, one_name, quoted, split_names
 from cbatch.cli.chat.session.session import Attachment, Reply, Session, Turn, compose, is_long_paste
@@ -170,7 +171,9 @@ def test_every_command_teaches() -> None:
 def test_thinking_is_turned_on_and_off() -> None:
     """Guards `/think`: it sets the variable that the model's template reads, and says so if there is none."""
     engine: Any = SimpleNamespace(tokenizer=SimpleNamespace(chat_template="{% if enable_thinking %}"), loaded=None)
-    client: Any = SimpleNamespace(engine=engine, template_kwargs={}, params=SamplingParams().merged)
+    client = EngineClient(lambda: engine)
+    client.engine = engine
+    client.params = SamplingParams().merged  # type: ignore[method-assign]
     controller = ChatController(client)
     chat = FrontEnd(controller, None)  # type: ignore[arg-type]
     COMMANDS["think"].handler(chat, "off")
@@ -184,7 +187,9 @@ def test_thinking_is_turned_on_and_off() -> None:
 def test_thinking_has_a_budget_and_levels() -> None:
     """Guards `/think 500` and `/think low`: they are parameters of this session, and `on` takes them back."""
     engine: Any = SimpleNamespace(tokenizer=SimpleNamespace(chat_template="{{ enable_thinking }}"), loaded=None)
-    client: Any = SimpleNamespace(engine=engine, template_kwargs={}, params=SamplingParams().merged)
+    client = EngineClient(lambda: engine)
+    client.engine = engine
+    client.params = SamplingParams().merged  # type: ignore[method-assign]
     controller = ChatController(client)
     chat = FrontEnd(controller, None)  # type: ignore[arg-type]
 

@@ -246,8 +246,8 @@ def test_an_exported_session_is_a_row_with_the_same_reply(harness: ChatHarness, 
     told = harness.ask(controller, "Tell me a story about a cat named Tom.")
     reply = reply_of(controller.current)
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    given = {**harness.client.chat_params, **reply.params}
-    row = to_row(controller.current, harness.client.params(reply.params), given, 1024, as_messages=True)
+    given = {**harness.client.chat_params, **reply.params, "max_tokens": 1024}
+    row = to_row(controller.current, given, as_messages=True)
     source.write_text('{"prompt": "another"}')
     append_row(source, row)
     assert run_command(["run", str(source), "-o", str(out), "--dtype", "float32", "-q"]) == 0

@@ -143,7 +143,7 @@ def test_variables_reach_the_chat_template() -> None:
         controller = harness.make(params={"max_tokens": 2})
         harness.ask(controller, "Hi")
         lengths.append(reply_of(controller.current).prompt_tokens)
-        row = to_row(controller.current, harness.client.params({}), {}, 64, as_messages=True, template_kwargs=kwargs)
+        row = to_row(controller.current, {}, as_messages=True, template_kwargs=kwargs)
         assert row.get("chat_template_kwargs", {}) == kwargs
     block = harness.engine.encode("<think>\n\n</think>\n\n", raw=True)
     assert lengths[1] == lengths[0] + len(block)

@@ -40,6 +40,9 @@ class ScriptedClient:
         self.asked: list[Any] = []
         self.callbacks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
+    def require_engine(self) -> None:
+        """It is always ready."""
+
     def submit(self, request: Any) -> None:
         self.asked.append(request)
 

@@ -178,7 +178,9 @@ def do_fit(chat: FrontEnd, _: str) -> None:
         why = f"{left_out:,} characters in its middle are left out" if text else "there is no room; /trim makes some"
         session.add_notice(f"{longest.name}: {why}", is_passing=True)
 
-    client.count(lambda engine: fitted(engine, longest.text, room_beside(engine, messages, params) - others), on_fitted)
+    client.compute(
+        lambda engine: fitted(engine, longest.text, room_beside(engine, messages, params) - others), on_fitted
+    )
 
 
 @command("export", "FILE", "file")
@@ -200,11 +202,11 @@ def do_export(chat: FrontEnd, name: str) -> None:
                 return
             path.write_text(to_markdown(session, engine.loaded.name), encoding="utf-8", errors="replace")
         elif path.suffix == ".jsonl":
+            params = reply.params if reply else {}
+            limit = client.params(params).max_tokens or engine.limits.max_model_len
             row = to_row(
                 session,
-                client.params(reply.params if reply else {}),
-                {**client.chat_params, **(reply.params if reply else {})},
-                engine.limits.max_model_len,
+                {**client.chat_params, **params, "max_tokens": limit},
                 as_messages=takes_messages(engine),
                 template_kwargs={**client.template_kwargs, **session.template_kwargs},
             )
@@ -223,9 +225,7 @@ def do_run(chat: FrontEnd, line: str) -> None:
     Example: /run prompts.jsonl -o out.jsonl --max-tokens 200
     """
     if line != "stop":
-        engine = chat.controller.client.engine
-        if engine is None:
-            raise UserError("The model is still loading.")
+        engine = chat.controller.client.require_engine()
         chat.batch_session = chat.session  # before the first report
         chat.background.start(engine, line)
     elif chat.background.is_running:

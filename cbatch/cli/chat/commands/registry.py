@@ -102,10 +102,7 @@ class FrontEnd:
     @property
     def engine(self) -> Engine:
         """The one that replies in the current session. Raises UserError while it is loaded."""
-        engine = self.controller.client_of(self.session).engine
-        if engine is None:
-            raise UserError("The model is still loading.")
-        return engine
+        return self.controller.client_of(self.session).require_engine()
 
     def show(self, *lines: str) -> None:
         """Answers a command in the current session; the next command or message takes the answer away."""
@@ -168,7 +165,7 @@ class FrontEnd:
                 text = f"{file.label}, does not fit: there is room for {room:,} beside a reply. {way}."
                 session.add_notice(text, is_error=True, is_passing=True)
 
-        client.count(lambda engine: (num_tokens(engine, file.text), room_beside(engine, messages, params)), on_count)
+        client.compute(lambda engine: (num_tokens(engine, file.text), room_beside(engine, messages, params)), on_count)
 
     def close(self) -> None:
         """Stops all replies and the batch, and saves what is left."""

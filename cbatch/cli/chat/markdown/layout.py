@@ -310,14 +310,8 @@ def _table(tokens: list[Token], width: int) -> list[StyledLine]:
 
 def _shrink(natural: list[int], available: int) -> list[int]:
     """Widths that fit: the widest columns are cut to the same width, the others keep theirs."""
-    if sum(natural) <= available:
-        return natural
-    left, count = available, len(natural)
-    for size in sorted(natural):
-        if size > left // count:
-            break
-        left, count = left - size, count - 1
-    limit, spare = left // count, left % count
+    limit = next(most for most in range(available, 0, -1) if sum(min(size, most) for size in natural) <= available)
+    spare = available - sum(min(size, limit) for size in natural)
     widths = []
     for size in natural:
         widths.append(min(size, limit + (spare > 0)))

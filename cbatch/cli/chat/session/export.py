@@ -35,18 +35,14 @@ def to_markdown(session: Session, model: str) -> str:
 
 def to_row(
     session: Session,
-    params: SamplingParams,
-    given: Mapping[str, Any],
-    context: int,
+    params: Mapping[str, Any],
     *,
     as_messages: bool,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A row for `cbatch run` that gives the last reply of a session again.
 
-    params:      the effective sampling parameters of that reply
-    given:       those of them that are not the model's defaults
-    context:     length of the model's context in tokens; the limit of a reply without `max_tokens`
+    params:      the sampling parameters of that reply that are not the model's defaults, and `max_tokens`
     as_messages: whether the model takes messages; otherwise the row is plain text to continue
     """
     turn = session.last
@@ -55,8 +51,7 @@ def to_row(
     asked: dict[str, Any] = {"messages": messages} if as_messages else {"prompt": as_plain_text(messages), "raw": True}
     if as_messages and template_kwargs:
         asked["chat_template_kwargs"] = dict(template_kwargs)
-    max_tokens = params.max_tokens or context
-    return {"id": session.name, **asked, **given, "max_tokens": max_tokens, "seed": reply.seed}
+    return {"id": session.name, **asked, **params, "seed": reply.seed}
 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:
