@@ -294,6 +294,13 @@ def test_the_editor_changes_the_last_message(chat: Chat) -> None:
     chat.say("/set temperature 9999", "temperature must be a number")
 
 
+def test_a_wrong_form_is_told_when_it_is_set(chat: Chat) -> None:
+    """Guards `/set regex`: a mistake in it was told by the next reply, which failed."""
+    chat.say("/set regex [a", 'regex "[a"', "The regex cannot be used: unclosed character class")
+    chat.say("/set regex [ab]", 'regex "[ab]"', gone="cannot be used")
+    chat.say("/set regex default")
+
+
 def test_a_long_answer_to_a_command_begins_at_its_top(chat: Chat) -> None:
     """Guards `/help` and `/load` on a low terminal, which showed their last lines; what is sent next is at the end."""
     chat.resize(50, 10)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cbatch.base.chat_template_options import effort_variables
+from cbatch.base.errors import RequestError
 from cbatch.base.params import EFFORTS, PARAMS, SamplingParams, with_overrides
 from cbatch.cli.chat.commands.registry import SETTABLE, FrontEnd, command, did_you_mean, parse_number, parse_parameter
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.common.local_models import local_models
+
+if TYPE_CHECKING:
+    from cbatch.api import Engine
 
 DEMO_NAME = "the bundled demo model"
 """The name of the model that has none."""
@@ -66,6 +70,26 @@ def do_set(chat: FrontEnd, text: str) -> None:
     changes = {own: list(new) if isinstance(new := getattr(made, own), tuple) else new for own in given}
     _change(chat, changes, for_all)
     _show(chat, list(given))
+    if made.constraint is not None:
+        _check_form(chat, made)
+
+
+def _check_form(chat: FrontEnd, params: SamplingParams) -> None:
+    """Says so if no reply can have the form that was set, before a message is sent for it."""
+    session = chat.session
+
+    def find_problem(engine: Engine) -> str:
+        try:
+            engine.core.compile(params)
+        except RequestError as error:
+            return str(error)
+        return ""
+
+    def tell(problem: str) -> None:
+        if problem:
+            session.add_notice(problem, is_error=True, is_passing=True)
+
+    chat.controller.client_of(session).compute(find_problem, tell)
 
 
 def _change(chat: FrontEnd, changes: dict[str, Any], for_all: bool) -> None:
