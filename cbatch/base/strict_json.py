@@ -43,7 +43,8 @@ def parse_json_object(text: str, where: str, what: str) -> dict[str, Any]:
     try:
         value = parse_json_value(text)
     except json.JSONDecodeError as error:
-        raise RequestError("invalid_json", f"{where}, column {error.colno}: {error.msg}") from None
+        line = f" line {error.lineno}," if error.lineno > 1 else ""
+        raise RequestError("invalid_json", f"{where},{line} column {error.colno}: {error.msg}") from None
     except TooManyValues as error:
         raise invalid_row(f"{where}: {what} has {error}") from None
     except ValueError as error:

@@ -538,6 +538,13 @@ def test_what_is_no_session_is_refused(data: bytes | dict[str, Any], tmp_path: P
         read_session(path)
 
 
+def test_a_torn_session_tells_its_line(tmp_path: Path) -> None:
+    """Guards the place of damage in a file of many lines, of which only the column was told."""
+    (path := tmp_path / "s.json").write_text(json.dumps(GOOD, indent=1)[:60])
+    with pytest.raises(UserError, match=r"s\.json, line 6, column \d+: "):
+        read_session(path)
+
+
 PLACES: list[tuple[type, str]] = [
     (EngineClient, "_encode"),
     (EngineClient, "_submit_to_engine"),
