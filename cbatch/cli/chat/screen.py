@@ -218,7 +218,9 @@ class TranscriptView(UIControl):
         """Which of the compared sessions are shown, if not all fit; None: the current one is among them."""
         self._top: int | None = None
         """The first line on the screen; None follows the end."""
-        self._follows_chosen = self._begins_answer = False
+        self.follows_chosen = False
+        """Whether it stays with the reply that stands out, if replies stand below one another."""
+        self._begins_answer = False
         self.searched = self._found = ""
         self._found_line = 0
         self._width, self._height, self._start, self._end = 80, 0, 0, 0
@@ -235,7 +237,7 @@ class TranscriptView(UIControl):
             lines = self._side_by_side(width, height)
         else:
             chunks = self._transcript.chunks(session, width)
-            if self._follows_chosen:
+            if self.follows_chosen:
                 styles = ([style for style, _ in line] for line in chain.from_iterable(chunks))
                 self._top = next((number for number, line in enumerate(styles) if line == ["class:chosen"]), self._top)
             if self._begins_answer and len(chunks[-1]) > height:
@@ -261,17 +263,18 @@ class TranscriptView(UIControl):
 
     def go_to(self, top: int | None) -> None:
         """Goes to a line; None goes to the end of the current session, and stays there."""
-        self._top, self._follows_chosen = top, False
+        self._top, self.follows_chosen = top, False
         self._page = self._page if top is not None else None
 
     def begin_answer(self) -> None:
         """Goes to the first line of a notice that the last command has left, if it is longer than the screen."""
-        items = self._controller.current.items
-        self._begins_answer = bool(items) and isinstance(items[-1], Notice) and not self._controller.current.queue
+        session = self._controller.current
+        last = session.items[-1] if session.items and not session.queue else None
+        self._begins_answer = isinstance(last, Notice) and last.is_passing
 
     def scroll(self, lines: int = 0, pages: int = 0) -> None:
         """Scrolls by lines and pages; negative is up. Several calls before the screen is drawn add up."""
-        self._follows_chosen = False
+        self.follows_chosen = False
         before = self._start if self._top is None else self._top
         self._top = max(0, min(before + lines + pages * max(self._height - 2, 1), self._end))
 
@@ -323,10 +326,6 @@ class TranscriptView(UIControl):
     def turn_page(self, offset: int) -> None:
         """Shows others of the compared sessions, if not all fit."""
         self._page = (self._page or 0) + offset
-
-    def show_chosen(self) -> None:
-        """Scrolls to the reply that stands out, if replies stand below one another, and stays with it."""
-        self._follows_chosen = True
 
 
 def visible_lines(

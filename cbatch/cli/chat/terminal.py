@@ -236,18 +236,16 @@ class Terminal(FrontEnd):
             wrap_lines=True,
             dont_extend_height=True,
         )
+        bar = FormattedTextControl(lambda: [*status_bar(self.controller, self.stats, self.background, self.columns)])
         rows: list[AnyContainer] = [
             Window(self._view, wrap_lines=False),
-            Window(FormattedTextControl(self._bar), height=1, style="class:bar"),
+            Window(bar, height=1, style="class:bar"),
             ConditionalContainer(attached, Condition(lambda: bool(self._attached()))),
             self._line,
             self._search,
         ]
         menu = Float(CompletionsMenu(max_height=8, scroll_offset=1), xcursor=True, ycursor=True)
         return Layout(FloatContainer(HSplit(rows), [menu]), focused_element=self._line)
-
-    def _bar(self) -> StyleAndTextTuples:
-        return [*status_bar(self.controller, self.stats, self.background, self._app.output.get_size().columns)]
 
     def _attached(self) -> StyleAndTextTuples:
         """The line above the input that lists what goes with the message."""
@@ -351,7 +349,7 @@ class Terminal(FrontEnd):
         if (turn := self._undecided) is not None:
             first, count = turn.first_compared, len(turn.replies) - turn.first_compared
             turn.chosen = first + (turn.chosen - first + offset) % count
-            self._view.show_chosen()
+            self._view.follows_chosen = True
 
     def _pick(self, number: int | None = None) -> None:
         """Keeps the reply with a number, or the one that stands out."""

@@ -81,7 +81,7 @@ def test_each_reply_can_be_seen_on_a_small_screen() -> None:
     turn = controller.current.last
     assert turn is not None and "/pick" not in drawn(view)
     for turn.chosen in (1, 2, 3, 4):
-        view.show_chosen()
+        view.follows_chosen = True
         assert f"[{turn.chosen}]\nreply {turn.chosen} of 0" in "\n".join(map(str.rstrip, drawn(view).split("\n")))
 
 
