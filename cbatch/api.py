@@ -319,15 +319,17 @@ class Engine(AbstractContextManager["Engine"]):
 
         texts:         plain text, which no chat template is put around, or token ids; one or a list
         continuations: texts that follow; then only their tokens are scored. If the end of a text and the beginning of
-                       its continuation are one token, that token counts. One text may have several
+                       its continuation are one token, that token counts. Each text may have a list of them, and then
+                       has a list of scores; what they share is computed once
         top:           how many of the most likely tokens are reported in the place of each, at most 20
         lora:          name of the LoRA adapter that scores them; empty: none
 
-        A text that cannot be scored has an `error` in its score. Raises RequestError if there is not one continuation
-        for each text.
+        The first token of a text has no score, unless it is the only one or a continuation's: then the token that
+        begins texts comes before it, or else the one that ends them. A text that cannot be scored, such as an empty
+        one, has an `error` in its score. Raises RequestError if there is not one continuation for each text.
         """
-        good, params, scores = self._scoring(texts, continuations, top, lora)
-        return scores(self._complete(len(good), self._encoded(good, params, 0)))
+        requests, scores = self._scoring(texts, continuations, top, lora)
+        return scores(self._complete(len(requests), requests))
 
     @overload
     async def ascore(  # type: ignore[overload-overlap]
@@ -341,30 +343,39 @@ class Engine(AbstractContextManager["Engine"]):
 
     async def ascore(self, texts: Any, continuations: Any = None, *, top: int = 0, lora: str = "") -> Any:
         """`score` for asyncio, as `agenerate`."""
-        good, params, scores = await asyncio.to_thread(self._scoring, texts, continuations, top, lora)
-        return scores(await self._acomplete(len(good), partial(self._encoded, good, params, 0)))
+        requests, scores = await asyncio.to_thread(self._scoring, texts, continuations, top, lora)
+        return scores(await self._acomplete(len(requests), lambda: requests))
 
     def _scoring(
         self, texts: Any, continuations: Any, top: int, lora: str
-    ) -> tuple[list[list[int]], SamplingParams, Callable[[Iterable[Completion]], Any]]:
-        """Prompts whose tokens are scored, with their parameters, and what makes scores of their completions."""
+    ) -> tuple[list[Request | Completion], Callable[[Iterable[Completion]], Any]]:
+        """Requests whose prompts are scored, and what makes scores of their completions."""
         values, is_single = list_prompts(texts)
         after: list[Any] = [None] * len(values)
         if continuations is not None:
             after, is_one = list_prompts(continuations)
-            if is_single and not is_one:
-                values, is_single = values * len(after), False
+            after = [after] if is_single and not is_one else after
         if len(after) != len(values):
             raise invalid_row(f"Each text needs one continuation: there are {len(values):,} and {len(after):,}.")
         params = SamplingParams(max_tokens=0, prompt_logprobs=top, lora=lora)
-        joined = [_joined(self.core, plain(text), plain(then)) for text, then in zip(values, after, strict=True)]
+        thens = [plain(one) for one in after]
+        joined = [
+            [_joined(self.core, plain(text), one) for one in (then if _are_several(then) else [then])]
+            for text, then in zip(values, thens, strict=True)
+        ]
+        good = [one for group in joined for one in group if not isinstance(one, Score)]
+        requests = list(self._encoded([token_ids for token_ids, _ in good], params, 0))
+        for request, (_, start) in zip(requests, good, strict=True):
+            if isinstance(request, Request):
+                request.scored_from = start
 
         def scores(completions: Iterable[Completion]) -> Any:
             results = iter(completions)
-            made = [Score.of(next(results), one[1]) if isinstance(one, tuple) else one for one in joined]
+            groups = [[one if isinstance(one, Score) else Score.of(next(results)) for one in group] for group in joined]
+            made = [group if _are_several(then) else group[0] for group, then in zip(groups, thens, strict=True)]
             return made[0] if is_single else made
 
-        return [one[0] for one in joined if isinstance(one, tuple)], params, scores
+        return requests, scores
 
     def map(
         self,
@@ -584,7 +595,7 @@ class Engine(AbstractContextManager["Engine"]):
         return _completions(ended)
 
     async def _acomplete(
-        self, count: int, encode: Callable[[], Iterator[Request | Completion]], *, progress: bool = False
+        self, count: int, encode: Callable[[], Iterable[Request | Completion]], *, progress: bool = False
     ) -> Completions:
         thread = self.thread
         thread.check_may_wait()
@@ -702,6 +713,11 @@ def _data_of(prompt: Any) -> bytes:
     return repr(prompt).encode("utf-8", "replace")
 
 
+def _are_several(then: Any) -> bool:
+    """Whether what follows a text is a list of continuations, and not one text or its token ids."""
+    return isinstance(then, list) and bool(then) and not isinstance(then[0], int)
+
+
 def _joined(core: SteppingEngine, text: Any, then: Any) -> tuple[list[int], int] | Score:
     """Token ids of a text with what follows it, and the number of them in front of what is scored; or its error."""
     try:
@@ -713,12 +729,17 @@ def _joined(core: SteppingEngine, text: Any, then: Any) -> tuple[list[int], int]
             raise invalid_row("score takes plain texts, or token ids for both text and continuation.")
         else:
             ids, whole = text, [*text, *(then or ())]
-        if not whole:
-            raise invalid_row("An empty text has no token to score.")
+        differing = (at for at, (one, other) in enumerate(zip(ids, whole, strict=False)) if one != other)
+        start = next(differing, len(ids)) if then is not None else int(len(whole) > 1)
+        if start == 0 and whole != [core.first_id]:  # something comes before a first token, too, as in training
+            if core.first_id is None:
+                raise invalid_row("Nothing comes before the first token: the model has no token that begins a text.")
+            whole, start = [core.first_id, *whole], 1
+        if not 0 < start < len(whole):
+            raise invalid_row("There is no token to score.")
     except RequestError as error:
         return Score(math.nan, error=error.with_traceback(None))
-    differing = (at for at, (one, other) in enumerate(zip(ids, whole, strict=False)) if one != other)
-    return whole, 1 if then is None else next(differing, len(ids))
+    return whole, start
 
 
 def _close(core: SteppingEngine, threads: list[EngineThread], process: int, timeout_s: float | None = None) -> None:

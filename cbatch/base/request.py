@@ -78,6 +78,7 @@ class Request:
     is_thinking: whether the prompt leaves the model inside its reasoning
     prefix:   the beginning of the answer, which the prompt ends with
     known:    what each output has already, which it goes on with; empty if nothing is known
+    scored_from: the first token of the prompt whose log-probability is wanted, if those are asked for
 
     In an engine, by `SteppingEngine.add_request` and `EngineThread`:
     request_id:      its number there; None until it is accepted
@@ -130,6 +131,7 @@ class Request:
     is_thinking: bool = False
     prefix: str = ""
     known: Sequence[KnownOutput] = ()
+    scored_from: int = 1
 
     request_id: int | None = None
     max_new_tokens: int = 0

@@ -118,6 +118,11 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         }
 
     @property
+    def first_id(self) -> int | None:
+        """The token before the first of a text; without a tokenizer, one that ends texts. None if there is none."""
+        return min(self.loaded.eos_ids, default=None) if self.tokenizer is None else self.tokenizer.first_id
+
+    @property
     def limits(self) -> EngineLimits:
         """How long sequences can get, and how much the engine takes at once."""
         now = self.scheduler

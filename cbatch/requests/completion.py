@@ -460,11 +460,11 @@ class Score:
     error: RequestError | None = None
 
     @classmethod
-    def of(cls, completion: Completion, start: int) -> Score:
-        """The score of a prompt from its token `start` on. Its first token has none: nothing comes before it."""
+    def of(cls, completion: Completion) -> Score:
+        """The score of a prompt. Its first token has none: nothing comes before it."""
         if completion.error is not None or completion.prompt_logprobs is None:
             return cls(math.nan, error=completion.error)
-        tokens = completion.prompt_logprobs[max(start, 1) :]
+        tokens = [one for one in completion.prompt_logprobs if one.logprob is not None]
         return cls(math.fsum(one.logprob for one in tokens if one.logprob is not None), tokens)
 
     @property

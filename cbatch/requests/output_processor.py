@@ -224,8 +224,10 @@ class OutputProcessor:
         if self._error is not None:
             return Completion(request, usage=usage, error=request.located(self._error[1]), timing=timing)
         scores = None
-        if self.prompt_logprobs is not None:  # nothing comes before the first token
-            scores = [self._token(request.prompt_ids[0], None), *map(self._logprob, self.prompt_logprobs)]
+        if self.prompt_logprobs is not None:
+            scores = [self._logprob(one) for one in self.prompt_logprobs]
+            if request.scored_from == 1:  # nothing comes before the first token
+                scores.insert(0, self._token(request.prompt_ids[0], None))
         completion = Completion(
             request,
             choices=choices,

@@ -40,7 +40,7 @@ class ScheduledChunk(NamedTuple):
         stop = min(wanted, start + most)
         to_score = range(0)
         if sequence.scores_prompt:
-            to_score = range(max(start, len(sequence.scored)), min(stop, sequence.num_prompt - 1))
+            to_score = range(max(start, sequence.next_to_score), min(stop, sequence.num_prompt - 1))
         return cls(sequence, start, stop, stop == wanted, sequence.blocks, to_score, state)
 
     @property

@@ -224,6 +224,5 @@ def _will_share_more(other: TokenSequence, sequence: TokenSequence, tokens: int)
     """Whether an older running request is about to make a snapshot with which `request` begins, after `tokens`."""
     if other.state is None or other.cache_kind != sequence.cache_kind or priority_key(other) > priority_key(sequence):
         return False
-    known = len(sequence.token_ids)
-    ends = (end for end in other.state.planned if tokens < end < known)
+    ends = (end for end in other.state.planned if tokens < end <= sequence.num_sharable)
     return any(sequence.token_ids[:end] == other.token_ids[:end] for end in ends)

@@ -214,8 +214,7 @@ class Scheduler:
     def update_from_output(self, scheduled: SchedulerOutput, result: StepResult) -> list[TokenEvent]:
         """Updates the requests of a step with its tokens, except those that have ended since it was scheduled."""
         for chunk, scores in zip(scheduled.to_score, result.scores, strict=True):
-            known = chunk.sequence.scored
-            known += scores[len(known) - chunk.to_score.start :]
+            chunk.sequence.scored += scores[chunk.sequence.next_to_score - chunk.to_score.start :]
         for chunk in scheduled.chunks:
             if chunk.start < (num_prompt := chunk.sequence.num_prompt):
                 self.num_prefilled_tokens += min(chunk.stop, num_prompt) - chunk.start
@@ -303,10 +302,9 @@ class Scheduler:
         """
         if len(self.running) >= self.max_seqs and all(other.priority <= sequence.priority for other in self.running):
             return []
-        # A prompt that is scored needs the logits of all its tokens.
-        may_share = self.prefix_cache and not sequence.has_unscored_prompt
-        cached = self.pool.get_cached_blocks(sequence.token_ids, sequence.cache_kind) if may_share else []
-        prefix = self.states.cached_prefix(sequence, cached, self.running if may_share else ())
+        sharable = sequence.token_ids[: sequence.num_sharable + 1] if self.prefix_cache else ()
+        cached = self.pool.get_cached_blocks(sharable, sequence.cache_kind)
+        prefix = self.states.cached_prefix(sequence, cached, self.running if self.prefix_cache else ())
         if prefix is None:
             return []
         shared = prefix.blocks

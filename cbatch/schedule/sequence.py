@@ -141,7 +141,7 @@ class TokenSequence:
                     recurrent state had to go back to before them
     num_peer_preemptions: how often sequences of the same priority preempted it
     has_ended:      whether its last event was made or it was cancelled; tokens of steps in flight are dropped then
-    scored:         log-probabilities of the prompt's tokens from the second on, as far as they are known
+    scored:         log-probabilities of the prompt's tokens from `scored_from` on, as far as they are known
     state:          its recurrent state while it runs, if the model has recurrent layers
     """
 
@@ -233,7 +233,18 @@ class TokenSequence:
     @property
     def has_unscored_prompt(self) -> bool:
         """Whether log-probabilities of its prompt are asked for and not all known yet."""
-        return self.scores_prompt and len(self.scored) < self.num_prompt - 1
+        return self.scores_prompt and self.next_to_score < self.num_prompt - 1
+
+    @property
+    def next_to_score(self) -> int:
+        """The position whose logits give the next log-probability of the prompt that is not known."""
+        return self.request.scored_from - 1 + len(self.scored)
+
+    @property
+    def num_sharable(self) -> int:
+        """How many tokens at its beginning may be cached ones: of those behind them, logits are needed."""
+        last = len(self.token_ids) - 1
+        return min(self.next_to_score, last) if self.has_unscored_prompt else last
 
     @property
     def forced_token(self) -> int | None:

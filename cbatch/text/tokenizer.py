@@ -105,6 +105,13 @@ class ChatTokenizer:
         return tuple(sorted(set(self._special_pattern.findall(self.reply_format.markup(with_calls=with_calls)))))
 
     @property
+    def first_id(self) -> int | None:
+        """The token before the first of a text: BOS, or else EOS. None if the model names neither."""
+        names = self._tokenizer.special_tokens
+        name = names.get("bos_token") or names.get("eos_token")
+        return self.backend.token_to_id(name) if name else None
+
+    @property
     def takes_tools(self) -> bool:
         """Whether any of the model's templates mentions tools."""
         return "tools" in self.template_source

@@ -119,6 +119,21 @@ def test_a_common_beginning_is_computed_once(engine: SteppingEngine) -> None:
     assert computed == 50 + 3 * (50 - 48)
 
 
+def test_what_scored_prompts_share_is_computed_once(engine: SteppingEngine, hybrid: Any) -> None:
+    """Guards continuations of one context: they take over its state, up to where the first of them is scored."""
+    shared, *tails = make_prompts([70, 5, 1, 9])
+    prompts, params = [shared + tail for tail in tails], SamplingParams(max_tokens=0, prompt_logprobs=0)
+    found = generate(engine, prompts, params, scored_from=70)
+    assert [one.usage.cached_tokens for one in found] == [0, 68, 68]
+    with make_engine(hybrid, max_batch_tokens=32, kv_blocks=200, prefix_cache=False) as other:
+        for one, whole in zip(found, generate(other, prompts, params), strict=True):
+            assert one.prompt_logprobs is not None and whole.prompt_logprobs is not None
+            right = [token.logprob for token in whole.prompt_logprobs[70:]]
+            assert [token.logprob for token in one.prompt_logprobs] == pytest.approx(right, abs=1e-5)
+    (again,) = generate(engine, [prompts[0]], params)
+    assert again.usage.cached_tokens == 0 and len(again.prompt_logprobs or ()) == 75
+
+
 def test_a_step_that_fails_is_computed_from_states_that_it_has_not_touched(
     engine: SteppingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

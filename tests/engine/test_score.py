@@ -109,10 +109,40 @@ def test_top(engine: Engine, network: Any, tokenizer: Any) -> None:
     assert all(one.top == () for one in engine.score(TEXTS[0]).tokens)
 
 
+def test_several_continuations_of_each_text(engine: Engine, network: Any, tokenizer: Any) -> None:
+    """Guards lists of continuations, one for each text, and that their text is computed once."""
+    texts, several = ["The system helps the assistant. " * 3, "hello"], [[" yes", " no", " and so on"], [" world"]]
+    before = engine.stats().num_prefilled_tokens
+    scores = engine.score(texts, several)
+    computed = engine.stats().num_prefilled_tokens - before
+    for text, group, found in zip(texts, several, scores, strict=True):
+        for then, score in zip(group, found, strict=True):
+            check(score, network, tokenizer.encode(text + then), len(tokenizer.encode(text)))
+    (alone,) = engine.score(["hello"], [[" world"]])
+    assert alone[0].logprob == pytest.approx(scores[1][0].logprob, abs=1e-5)
+    ids = [tokenizer.encode(text) for text in texts]
+    assert [[one.error for one in group] for group in engine.score(ids, [[[5], [6, 7]], [[8]]])] == [[None] * 2, [None]]
+    assert computed < len(ids[0]) + len(ids[1]) + 4 * (engine.limits.block_size + 10)
+
+
+def test_a_first_token_has_something_before_it(engine: Engine, network: Any) -> None:
+    """Guards single tokens and empty contexts: the token that begins texts comes before them."""
+    bos = engine.tokenizer.encode("")[0] if engine.tokenizer else 0
+    check(engine.score([5]), network, [bos, 5])
+    check(engine.score([[7]], [[5, 6]])[0], network, [7, 5, 6])
+    check(engine.score([[]], [[5, 6]])[0], network, [bos, 5, 6])
+    check(engine.score([5, 6]), network, [5, 6])
+
+
 def test_nothing_to_score(engine: Engine) -> None:
-    """Guards empty texts and continuations: no tokens, no logarithm of nothing, and no error."""
-    for score in (engine.score(""), engine.score("hello", ""), engine.score([5]), *engine.score([[5]], [[]])):
-        assert (score.logprob, list(score.tokens), score.error) == (0.0, [], None) and math.isnan(score.perplexity)
+    """Guards empty texts and continuations: an error, and no probability of 1."""
+    for score in (
+        engine.score(""),
+        engine.score("hello", ""),
+        *engine.score([[5]], [[]]),
+        engine.score(["a"], [[""]])[0][0],
+    ):
+        assert math.isnan(score.logprob) and "no token to score" in str(score.error) and not score.tokens
     nothing: list[str] = []
     assert engine.score(nothing) == []
 
