@@ -15,11 +15,14 @@ class TokenLogprobs(NamedTuple):
     """The log-probability of a token, and the most likely tokens in its place with theirs, most likely first.
 
     Natural logarithms of the model's own distribution, before temperature, penalties and filters.
+
+    is_likeliest: whether no token is likelier; None if that is not known
     """
 
     token_id: int
     logprob: float
     top: Sequence[tuple[int, float]]
+    is_likeliest: bool | None = None
 
 
 class Sample(NamedTuple):

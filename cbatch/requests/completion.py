@@ -36,6 +36,7 @@ class TokenLogprob(NamedTuple):
     data:     its bytes; None if the model has no tokenizer
     top:      the most likely tokens in its place, most likely first
     in_text:  False for a special token that the text leaves out
+    is_likeliest: whether it is the first of `top`, however many are reported; None if that is not known
     """
 
     token: str
@@ -44,6 +45,7 @@ class TokenLogprob(NamedTuple):
     data: bytes | None = None
     top: tuple[TokenLogprob, ...] = ()
     in_text: bool = True
+    is_likeliest: bool | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The form of OpenAI's chat completions, without `top`."""
@@ -468,9 +470,19 @@ class Score:
         return cls(math.fsum(one.logprob for one in tokens if one.logprob is not None), tokens)
 
     @property
+    def mean(self) -> float:
+        """The mean log-probability of a token; nan if there is an error."""
+        return self.logprob / max(len(self.tokens), 1)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether greedy sampling would have given these tokens."""
+        return bool(self.tokens) and all(one.is_likeliest for one in self.tokens)
+
+    @property
     def perplexity(self) -> float:
         """The exponential of the mean negative log-probability of a token; nan if there is no token."""
-        return math.exp(-self.logprob / len(self.tokens)) if self.tokens else math.nan
+        return math.exp(-self.mean)
 
 
 def _question(request: Request) -> Any:

@@ -263,7 +263,7 @@ class OutputProcessor:
 
     def _logprob(self, one: TokenLogprobs) -> TokenLogprob:
         top = tuple(self._token(token_id, logprob) for token_id, logprob in one.top)
-        return self._token(one.token_id, one.logprob)._replace(top=top)
+        return self._token(one.token_id, one.logprob)._replace(top=top, is_likeliest=one.is_likeliest)
 
     def _token(self, token_id: int, logprob: float | None) -> TokenLogprob:
         if self._tokenizer is None:

@@ -105,4 +105,7 @@ def events_of(data: bytes) -> Iterator[TokenEvent]:
 
 
 def _unpacked(packed: list[Any]) -> list[TokenLogprobs]:
-    return [TokenLogprobs(at, value, [(other, top) for other, top in tops]) for at, value, tops in packed]
+    return [
+        TokenLogprobs(at, value, [(other, top) for other, top in tops], *more)  # which older records have not
+        for at, value, tops, *more in packed
+    ]

@@ -233,16 +233,18 @@ class PendingLogprobs:
     def get(self) -> list[TokenLogprobs]:
         """Waits for one record for each row. They are NaN if the logits are."""
         token_ids, *parts = [part.get() for part in self._parts]
-        chosen, ids, values = ([row for part in parts for row in part[place].tolist()] for place in range(3))
-        rows = zip(token_ids[0].tolist(), chosen, ids, values, self._counts, strict=True)
+        columns = ([row for part in parts for row in part[place].tolist()] for place in range(4))
+        rows = zip(token_ids[0].tolist(), *columns, self._counts, strict=True)
         return [
-            TokenLogprobs(token, logprob, list(zip(ids[:count], values[:count], strict=True)))
-            for token, logprob, ids, values, count in rows
+            TokenLogprobs(token, logprob, list(zip(ids[:count], values[:count], strict=True)), likeliest == token)
+            for token, logprob, likeliest, ids, values, count in rows
         ]
 
 
-def _score(logits: Tensor, token_ids: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of logits [N, V]: log-probability of each token [N], ids and log-probabilities of the likeliest [N, most]."""
+def _score(logits: Tensor, token_ids: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of logits [N, V]: log-probability of each token [N], the likeliest one [N], and ids and log-probabilities of the
+    likeliest [N, most].
+    """
     logprobs = torch.log_softmax(logits.float(), dim=-1).clamp_(min=MIN_LOGPROB)
     top = logprobs.topk(most, dim=-1)
-    return logprobs.gather(1, token_ids[:, None]).squeeze(1), top.indices, top.values
+    return logprobs.gather(1, token_ids[:, None]).squeeze(1), logits.argmax(dim=-1), top.indices, top.values

@@ -47,6 +47,8 @@ def check(score: Score, network: Any, token_ids: list[int], start: int = 1) -> N
     assert score.error is None and [one.token_id for one in score.tokens] == token_ids[max(start, 1) :]
     assert [one.logprob for one in score.tokens] == pytest.approx(right, abs=1e-4)
     assert score.logprob == pytest.approx(sum(right), abs=1e-3)
+    likeliest = [int(places[at - 1].argmax()) == token_ids[at] for at in range(max(start, 1), len(token_ids))]
+    assert [one.is_likeliest for one in score.tokens] == likeliest and score.is_greedy == all(likeliest)
     if right:
         assert score.perplexity == pytest.approx(math.exp(-sum(right) / len(right)), rel=1e-3)
 

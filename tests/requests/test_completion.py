@@ -240,12 +240,11 @@ def test_errors() -> None:
 def test_scores() -> None:
     """Guards sums, perplexities and what stands for a text that has neither."""
     prompt = [PROMPT[0], *(TokenLogprob("a", 4, -value) for value in (1.0, 2.0, 4.0))]
-    whole, last = (Score.of(make(OWN_ROW, PLAIN, prompt_logprobs=prompt), start) for start in (0, 3))
+    whole, last = (Score.of(make(OWN_ROW, PLAIN, prompt_logprobs=part)) for part in (prompt, prompt[3:]))
     assert whole.logprob == -7 and [one.logprob for one in whole.tokens] == [-1, -2, -4] and whole.error is None
     assert whole.perplexity == pytest.approx(math.exp(7 / 3)) and last.perplexity == pytest.approx(math.exp(4))
-    nothing = Score.of(make(OWN_ROW, PLAIN, prompt_logprobs=prompt), 4)
-    assert nothing.logprob == 0 and math.isnan(nothing.perplexity)
-    failed = Score.of(make(OWN_ROW, error=ERROR), 0)
+    assert not whole.is_greedy and whole.mean == pytest.approx(-7 / 3)
+    failed = Score.of(make(OWN_ROW, error=ERROR))
     assert math.isnan(failed.logprob) and math.isnan(failed.perplexity) and failed.error is ERROR
     assert "TokenLogprob" not in repr(whole) and pickle.loads(pickle.dumps(whole)) == whole
 
