@@ -15,15 +15,10 @@ from cbatch.batch.row import format_row
 from cbatch.batch.tables.columns import Column, Rows
 from cbatch.batch.tables.restored import rows_of_cells, with_rest
 
-_OTHER, _OPENING, _CLOSING, _COMMA, _QUOTE = range(5)
-_KINDS = bytes.maketrans(
-    bytes(range(256)),
-    bytes(
-        _OPENING if sign in b"[{" else _CLOSING if sign in b"]}" else {44: _COMMA, 34: _QUOTE}.get(sign, _OTHER)
-        for sign in range(256)
-    ),
-)
-_ESCAPE = re.compile(rb"\\.", re.DOTALL)
+_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|(\\?)\Z)'
+_BETWEEN, _INSIDE = (re.compile(_STRING + rb"|[\[\]{}%s]" % comma, re.DOTALL) for comma in (b",", b""))
+"""The next string or bracket, between elements also a comma. The group is set if a string does not end in the text."""
+
 _BLANK = b" \t\r\n"
 NO_ARRAY = "it is not a JSON array, which begins with [; --format jsonl reads an object a line"
 
@@ -56,47 +51,32 @@ class _Scanner:
     """
 
     def __init__(self) -> None:
-        self.index, self._depth = 0, 1
-        self.is_closed = self._in_string = self._is_escaped = False
+        self.index, self._depth, self.is_closed = 0, 1, False
+        self._open = b""
+        """The beginning of a text that is to be read like the string in which the last chunk has ended."""
         self._kept = bytearray()
         self._digest: hashlib.blake2b | None = None
         """Of an element that is too long to be kept."""
 
     def take(self, data: bytes) -> Iterator[Line]:
         """Yields the elements that end in the next bytes of the array."""
-        start = 0
-        ends, is_last = ([], False) if self.is_closed else self._ends(data)
-        for end in ends:
-            self._keep(data[start:end])
-            self.is_closed = is_last and end == ends[-1]
-            if (line := self._element()) is not None:
-                yield line
-            start = end + 1
+        text, start, self._open = self._open + data, len(self._open), b""
+        place = 0
+        while not self.is_closed and (found := (_BETWEEN if self._depth == 1 else _INSIDE).search(text, place)):
+            place, sign = found.end(), text[found.start()]
+            if found[1] is not None:
+                self._open = b'"' + found[1]
+            self._depth += (sign in b"[{") - (sign in b"]}")
+            if self._depth == 0 or (self._depth == 1 and sign in b","):
+                self.is_closed = self._depth == 0
+                self._keep(text[start : found.start()])
+                start = place
+                if (line := self._element()) is not None:
+                    yield line
         if not self.is_closed:
-            self._keep(data[start:])
-        elif data[start:].strip(_BLANK):
+            self._keep(text[start:])
+        elif text[start:].strip(_BLANK):
             raise ValueError("something stands behind the end of the JSON array")
-
-    def _ends(self, data: bytes) -> tuple[list[int], bool]:
-        """Where elements end in the next bytes, and whether the last of them ends the array."""
-        import numpy as np
-
-        if self._is_escaped:
-            data = b" " + data[1:]
-        data = _ESCAPE.sub(b"  ", data)  # a backslash and what it escapes, which may be in the next bytes
-        self._is_escaped = data.endswith(b"\\")
-        kinds = np.frombuffer(data.translate(_KINDS), np.uint8)
-        quotes = np.flatnonzero(kinds == _QUOTE)
-        places = np.flatnonzero((kinds != _OTHER) & (kinds != _QUOTE))
-        places = places[(np.searchsorted(quotes, places) + self._in_string) % 2 == 0]
-        self._in_string = bool((len(quotes) + self._in_string) % 2)
-        kinds = kinds[places]
-        depths = self._depth + np.cumsum((kinds == _OPENING).astype(np.int64) - (kinds == _CLOSING))
-        self._depth = int(depths[-1]) if len(depths) else self._depth
-        closing = np.flatnonzero(depths == 0)[:1]
-        places, depths, kinds = (one[: closing[0] + 1] if len(closing) else one for one in (places, depths, kinds))
-        found: list[int] = places[((kinds == _COMMA) & (depths == 1)) | (depths == 0)].tolist()
-        return found, bool(len(closing))
 
     def _keep(self, data: bytes) -> None:
         if self._digest is None and len(self._kept) + len(data) > MAX_LINE_BYTES:
