@@ -16,7 +16,7 @@ from cbatch.base.units import format_count
 from cbatch.batch.forms import HEAD_BYTES, Compression, OutputForm, compressed, first_bytes
 from cbatch.batch.lines import BOM, LATIN1_HINT, MAX_LINE_BYTES
 from cbatch.batch.tables.columns import BOOKKEEPING, Column, Rows, TableLayout, TableRow, as_text
-from cbatch.batch.tables.restored import REST_COLUMN, rows_of_cells, with_rest
+from cbatch.batch.tables.restored import REST_COLUMN, cells_of, with_cells
 
 csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))  # of the process; `_Lines` bounds records earlier
 
@@ -138,22 +138,22 @@ class _Lines(Iterator[str]):
 
 def write_csv(file: IO[bytes], form: OutputForm, kind: Compression | None, columns: list[Column], rows: Rows) -> None:
     """Writes CSV or TSV. Values that are no text are written as JSON, null as nothing."""
-    columns, record = with_rest(rows, columns, _cell, has_blanks=True), _Records(form)
+    columns, cells = with_cells(rows, columns, _cell, has_blanks=True)
+    record = _Records(form)
     with closing(compressed(file, kind)) as target:
         target.write(record([column.name for column in columns]))
-        for _, values in rows_of_cells(rows, columns, _cell, has_blanks=True):
-            target.write(record(values))
+        target.writelines(record(values) for _, values in cells)
 
 
 class _Records:
-    """Makes records of values."""
+    """Makes records of cells."""
 
     def __init__(self, form: OutputForm) -> None:
         self._buffer = io.StringIO()  # with a terminator of \r\n, what any reader would take for a line end is quoted
         self._writer = csv.writer(self._buffer, delimiter="\t" if form == "tsv" else ",", lineterminator="\r\n")
 
-    def __call__(self, values: Iterable[Any]) -> bytes:
-        self._writer.writerow(map(as_text, values))
+    def __call__(self, cells: Iterable[str]) -> bytes:
+        self._writer.writerow(cells)
         record = self._buffer.getvalue().removesuffix("\r\n").encode() + b"\n"
         self._buffer.seek(0)
         self._buffer.truncate()
@@ -176,8 +176,7 @@ class CsvStream:
             self._layout.add(json.loads(row))
             self._columns = [*self._layout.columns(), REST_COLUMN]
             header = self._record([column.name for column in self._columns])
-        [(_, values)] = rows_of_cells(lambda: iter([row]), self._columns, _cell, has_blanks=True)
-        return header + self._record(values)
+        return header + self._record(cells_of(row, self._columns, _cell, has_blanks=True))
 
 
 def _cell(_: Column, value: Any) -> str:

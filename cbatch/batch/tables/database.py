@@ -17,7 +17,7 @@ from typing import IO, Any
 from cbatch.base.errors import ConfigError, RequestError, RunFailed
 from cbatch.batch.forms import RESULTS_TABLE
 from cbatch.batch.tables.columns import REST, Column, Kinds, Rows, TableRow, as_text
-from cbatch.batch.tables.restored import rows_of_cells, with_rest
+from cbatch.batch.tables.restored import with_cells
 from cbatch.batch.templates import as_data
 
 _BUSY_S = 60
@@ -134,19 +134,15 @@ def write_database(path: Path, table: str, columns: list[Column], rows: Rows) ->
 
     All of it is one transaction. Raises RunFailed, with the reason, if the database does not take it.
     """
-    columns = with_rest(rows, list(_distinct(columns)), _stored, has_blanks=False)
+    columns, found = with_cells(rows, list(_distinct(columns)), _stored, has_blanks=False)
     names = ", ".join(f"{_quoted(column.name)} {_TYPES.get(column.kinds, 'TEXT')}" for column in columns)
-    cells = (
-        [_stored(column, value) for column, value in zip(columns, values, strict=True)]
-        for _, values in rows_of_cells(rows, columns, _stored, has_blanks=False)
-    )
     try:
         with closing(sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)) as database:
             database.execute("BEGIN IMMEDIATE")
             database.execute(f"DROP TABLE IF EXISTS main.{_quoted(table)}")
             database.execute(f"CREATE TABLE main.{_quoted(table)} ({names})")
             holes = ", ".join("?" * len(columns))
-            database.executemany(f"INSERT INTO main.{_quoted(table)} VALUES ({holes})", cells)
+            database.executemany(f"INSERT INTO main.{_quoted(table)} VALUES ({holes})", (cells for _, cells in found))
             database.execute("COMMIT")  # what has not been committed is gone when it is closed
     except sqlite3.Error as error:
         raise RunFailed(

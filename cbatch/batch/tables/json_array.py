@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
-from typing import IO, Any
+from typing import IO
 
 from cbatch.batch.forms import CHUNK, Compression, compressed
 from cbatch.batch.lines import BOM, MAX_LINE_BYTES, Line, line_digest
 from cbatch.batch.row import format_row
 from cbatch.batch.tables.columns import Column, Rows
-from cbatch.batch.tables.restored import rows_of_cells, with_rest
+from cbatch.batch.tables.restored import with_cells
 
 _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|(\\?)\Z)'
 _BETWEEN, _INSIDE = (re.compile(_STRING + rb"|[\[\]{}%s]" % comma, re.DOTALL) for comma in (b",", b""))
@@ -100,14 +100,10 @@ class _Scanner:
 
 def write_array(file: IO[bytes], kind: Compression | None, columns: list[Column], rows: Rows) -> None:
     """Writes an array of flat objects, each with all columns on a line of its own."""
-    columns = with_rest(rows, columns, _stored, has_blanks=False)
+    columns, cells = with_cells(rows, columns, lambda _, value: value, has_blanks=False)
     names, separator = [column.name for column in columns], b"[\n"
     with closing(compressed(file, kind)) as target:
-        for _, values in rows_of_cells(rows, columns, _stored, has_blanks=False):
+        for _, values in cells:
             target.write(separator + format_row(dict(zip(names, values, strict=True))).rstrip())
             separator = b",\n"
         target.write(b"\n]\n" if separator == b",\n" else b"[]\n")
-
-
-def _stored(_: Column, value: Any) -> Any:
-    return value

@@ -10,7 +10,7 @@ from cbatch.base.errors import ConfigError, first_line
 from cbatch.batch.forms import CHUNK, import_package, seekable
 from cbatch.batch.tables.columns import Column, Kinds, Rows, TableRow
 from cbatch.batch.tables.csv_table import check_names
-from cbatch.batch.tables.restored import rows_of_cells, with_rest
+from cbatch.batch.tables.restored import with_cells
 from cbatch.batch.templates import as_data
 
 BATCH_ROWS, BATCH_BYTES = 256, 2**24
@@ -106,16 +106,16 @@ def _write_groups(file: IO[bytes], columns: list[Column], rows: Rows, types: Map
     def stored(column: Column, value: Any) -> Any:
         return value if column.of == "input" and column.source in types else column.typed(value)
 
-    columns = with_rest(rows, columns, stored, has_blanks=False)
+    columns, cells = with_cells(rows, columns, stored, has_blanks=False)
     kinds = [types.get(column.source) if column.of == "input" else None for column in columns]
     schema = pyarrow.schema(
         [(column.name, kind or _inferred(column.kinds)) for column, kind in zip(columns, kinds, strict=True)]
     )
     with parquet.ParquetWriter(file, schema) as writer:
-        for group in _groups(rows_of_cells(rows, columns, stored, has_blanks=False)):
+        for group in _groups(cells):
             arrays = [
-                _array(values, column, field.type, is_restored=kind is not None)
-                for values, column, field, kind in zip(zip(*group, strict=True), columns, schema, kinds, strict=True)
+                _array(values, column, field.type)
+                for values, column, field in zip(zip(*group, strict=True), columns, schema, strict=True)
             ]
             writer.write_table(pyarrow.Table.from_arrays(arrays, schema=schema), row_group_size=GROUP_ROWS)
 
@@ -133,11 +133,9 @@ def _groups(rows: Iterator[tuple[bytes, list[Any]]]) -> Iterator[list[list[Any]]
         yield group
 
 
-def _array(values: Any, column: Column, kind: Any, *, is_restored: bool) -> Any:
+def _array(values: Any, column: Column, kind: Any) -> Any:
     import pyarrow
 
-    if not is_restored:
-        return pyarrow.array(map(column.typed, values), kind)
     try:
         if pyarrow.types.is_time(kind):  # pyarrow has no cast for them
             return pyarrow.array([time.fromisoformat(value) if value else None for value in values], kind)

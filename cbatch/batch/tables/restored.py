@@ -151,25 +151,25 @@ def _row(answer: Fields, extra: Fields) -> Fields:
     return {name: fields[name] for name in _ORDER if name in fields}
 
 
-def rows_of_cells(
-    rows: Rows, columns: list[Column], stored: Callable[[Column, Any], Any], *, has_blanks: bool
-) -> Iterator[tuple[bytes, list[Any]]]:
-    """Rows, each with the values of its cells, the last of which is that of `REST` if there is such a column.
-
-    stored: what a reader of the table will find for a value of a column
-    """
-    for row in rows():
-        values = values_of(json.loads(row), columns)
-        if columns[-1].name == REST:
-            cells = {column.name: stored(column, value) for column, value in zip(columns, values, strict=True)}
-            values[-1] = rest_of(row, cells, has_blanks=has_blanks)
-        yield row, values
+Stored = Callable[[Column, Any], Any]
+"""Gives what a reader of a table will find for a value of a column."""
 
 
-def with_rest(
-    rows: Rows, columns: list[Column], stored: Callable[[Column, Any], Any], *, has_blanks: bool
-) -> list[Column]:
-    """The columns, with `REST` if a row needs it."""
-    more = [*columns, REST_COLUMN]
-    needs = any(values[-1] is not None for _, values in rows_of_cells(rows, more, stored, has_blanks=has_blanks))
-    return more if needs else columns
+def cells_of(row: bytes, columns: list[Column], stored: Stored, *, has_blanks: bool) -> list[Any]:
+    """The cells of a row as they are stored, the last of which is that of `REST` if there is such a column."""
+    values = values_of(json.loads(row), columns)
+    cells = [stored(column, value) for column, value in zip(columns, values, strict=True)]
+    if columns[-1].name == REST:
+        named = {column.name: cell for column, cell in zip(columns, cells, strict=True)}
+        cells[-1] = stored(columns[-1], rest_of(row, named, has_blanks=has_blanks))
+    return cells
+
+
+def with_cells(
+    rows: Rows, columns: list[Column], stored: Stored, *, has_blanks: bool
+) -> tuple[list[Column], Iterator[tuple[bytes, list[Any]]]]:
+    """The columns, with `REST` if a row needs it, and the rows, each with its cells."""
+    nothing, more = stored(REST_COLUMN, None), [*columns, REST_COLUMN]
+    if all(cells_of(row, more, stored, has_blanks=has_blanks)[-1] == nothing for row in rows()):
+        more = columns
+    return more, ((row, cells_of(row, more, stored, has_blanks=has_blanks)) for row in rows())

@@ -11,7 +11,7 @@ from cbatch.base.errors import ConfigError, RunFailed, first_line
 from cbatch.batch.forms import import_package, seekable
 from cbatch.batch.tables.columns import Column, Rows, TableRow, as_text
 from cbatch.batch.tables.csv_table import check_names
-from cbatch.batch.tables.restored import rows_of_cells, with_rest
+from cbatch.batch.tables.restored import with_cells
 from cbatch.batch.templates import as_data
 
 MAX_ROWS, MAX_CHARACTERS = 2**20, 32_767
@@ -69,12 +69,11 @@ def _value(value: Any) -> Any:
 def write_workbook(file: IO[bytes], columns: list[Column], rows: Rows) -> None:
     """Writes a workbook. Raises RunFailed, with the place, if Excel has no room for a row or a text."""
     openpyxl = import_package("openpyxl")
-    columns = with_rest(rows, columns, _stored, has_blanks=True)
+    columns, found = with_cells(rows, columns, _stored, has_blanks=True)
     book = openpyxl.Workbook(write_only=True)
     sheet = book.create_sheet("results")
     sheet.append([_cell(sheet, column.name) for column in columns])
-    for number, (_, values) in enumerate(rows_of_cells(rows, columns, _stored, has_blanks=True), start=2):
-        cells = [_stored(column, value) for column, value in zip(columns, values, strict=True)]
+    for number, (_, cells) in enumerate(found, start=2):
         long = (column.name for column, cell in zip(columns, cells, strict=True) if len(str(cell)) > MAX_CHARACTERS)
         problem = f"more than {MAX_CHARACTERS:,} characters in {name!r}" if (name := next(long, None)) else ""
         if problem or number > MAX_ROWS:
