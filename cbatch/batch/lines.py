@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import marshal
+import pickle
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -35,7 +36,7 @@ class Line:
     digest: hash of such a line, which goes into its key
     error:  why there is no row, if that is known already; `data` may then hold the row's `id`
     failure: why its row is not run, whatever is on it; its key is that of the row
-    has_empty_column: whether a column that its prompt uses is empty; not sent to other processes
+    has_empty_column: whether a column that its prompt uses is empty
     tries:  how many tries earlier runs have given its row
     known:  tokens of the outputs of its row that an earlier run has generated
     max_tokens: what holds for its row if the row says nothing, instead of what the options say; for keys of other runs
@@ -78,7 +79,7 @@ class Line:
     def __reduce__(self) -> tuple[type[Line], tuple[object, ...]]:
         # Quicker than what a frozen dataclass does.
         own = (self.index, self.data, self.digest, self.error, self.tries, self.known, self.max_tokens, self.failure)
-        return Line, (*own, self.carried)
+        return Line, (*own, self.carried, self.has_empty_column)
 
 
 class PromptFigures:
@@ -108,32 +109,26 @@ class PromptFigures:
         return what if self.empty else ""
 
 
-class LineSpool(Iterator[Line]):
-    """Lines that can be taken twice. `rewind` starts them again; it may be called once.
+def taken_twice(lines: Iterator[Line]) -> tuple[Iterator[Line], Callable[[], Iterator[Line]]]:
+    """The lines, and what gives those that were taken once more, and then the rest; it may be called once.
 
-    What is taken before that is kept in an unnamed temporary file, which no crash leaves behind.
+    They are kept in an unnamed temporary file, which no crash leaves behind.
     """
+    kept = tempfile.TemporaryFile()  # noqa: SIM115
 
-    def __init__(self, lines: Iterator[Line]) -> None:
-        self._lines = lines
-        self._kept = tempfile.TemporaryFile()  # noqa: SIM115
-        self._is_replayed = False
+    def first() -> Iterator[Line]:
+        for line in lines:
+            pickle.dump(line, kept)
+            yield line
 
-    def __next__(self) -> Line:
-        if self._is_replayed:
-            try:
-                index, data, digest, error, is_empty = marshal.load(self._kept)
-            except EOFError:
-                return next(self._lines)
-            return Line(index, data, digest, error and RequestError(*error), has_empty_column=is_empty)
-        line = next(self._lines)
-        error = (line.error.code, str(line.error)) if line.error is not None else None
-        marshal.dump((line.index, line.data, line.digest, error, line.has_empty_column), self._kept)
-        return line
+    def again() -> Iterator[Line]:
+        kept.seek(0)
+        with suppress(EOFError):
+            while True:
+                yield pickle.load(kept)
+        yield from lines
 
-    def rewind(self) -> None:
-        self._kept.seek(0)
-        self._is_replayed = True
+    return first(), again
 
 
 def read_lines(stream: IO[bytes]) -> Iterator[Line]:

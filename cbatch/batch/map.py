@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cbatch.base.errors import ConfigError, RunFailed
 from cbatch.batch.engine_driver import EngineDriver, EngineStream
-from cbatch.batch.lines import Line, LineSpool, RowOptions
+from cbatch.batch.lines import Line, RowOptions, taken_twice
 from cbatch.batch.resume import Keyed, ResumePlan
 from cbatch.batch.row import Row
 from cbatch.batch.templates import JinjaTemplate, PromptTemplate, RowTemplate, lines_of
@@ -88,10 +88,9 @@ def _results_in_file(
             output.start()
             yield from _results(stream, lines, output, ordered=ordered)
             return
-        spool = LineSpool(lines)
-        plan = output.resume(output.journal(), spool, keyed)
-        spool.rewind()
-        yield from _results(stream, spool, output, plan, ordered=ordered)
+        first, again = taken_twice(lines)
+        plan = output.resume(output.journal(), first, keyed)
+        yield from _results(stream, again(), output, plan, ordered=ordered)
 
 
 def _results(

@@ -29,7 +29,7 @@ from cbatch.batch.forms import (
     split_table,
     unit_of,
 )
-from cbatch.batch.lines import BOM, Line, LineSpool, read_lines
+from cbatch.batch.lines import BOM, Line, read_lines, taken_twice
 from cbatch.batch.tables.columns import TableRow, as_text, carried_columns, earlier_error, is_result
 from cbatch.batch.tables.csv_table import CsvTable
 from cbatch.batch.tables.database import DatabaseTable
@@ -190,7 +190,13 @@ class RowInput:
         self.stream, self.name = stream, name
         self._form, self.template, self._shard, self._is_sure = form, template, shard, is_sure
         self._start = stream.tell() if stream.seekable() else None
-        table = self._table = self._open_table() if form in TABLES or self._start is not None else None
+        self._opened: Table | Iterator[Line] | None = None
+        if form in TABLES or self._start is not None:
+            try:
+                self._opened = self._open()
+            except READ_ERRORS as error:
+                raise ConfigError(f"{name} cannot be read: {error}.") from error
+        table = self._opened if isinstance(self._opened, Table) else None
         if table is not None and (problem := missing_columns(table.names, template)) is not None:
             raise ConfigError(f"{name} {problem}.")
         self.table = table.table if isinstance(table, DatabaseTable) else ""
@@ -200,24 +206,23 @@ class RowInput:
 
     def lines(self) -> Iterator[Line]:
         """The lines from the beginning; only once, unless the stream can be read again (see `read_twice`)."""
-        if self._form not in TABLES:
-            return self._text_lines()
-        table, self._table = self._table or self._open_table(), None
-        assert table is not None
-        is_text = not isinstance(table, ParquetTable)
-        return (line_of(row, self.template, is_text=is_text) for row in table.rows() if row.index in self._shard)
+        opened, self._opened = self._opened or self._open(), None
+        unit, is_text = unit_of(self._form), self._form not in ("parquet", "jsonl", "json")
+        for found in opened.rows() if isinstance(opened, Table) else opened:
+            if found.index not in self._shard:
+                continue
+            if isinstance(found, TableRow):
+                yield line_of(found, self.template, is_text=is_text)
+            elif self.template is not None:
+                yield line_of(row_of_line(found, unit, is_text=is_text), self.template)
+            else:
+                yield found
 
     def read_twice(self) -> tuple[Iterator[Line], Callable[[], Iterator[Line]]]:
         """The lines, and what gives them once more from the beginning. What comes from a pipe is kept in a file."""
         if self._start is not None:
             return self.lines(), self.lines
-        spool = LineSpool(self.lines())
-
-        def again() -> Iterator[Line]:
-            spool.rewind()
-            return spool
-
-        return spool, again
+        return taken_twice(self.lines())
 
     def count(self) -> int | None:
         """About how many rows there are, for a display of progress; None if only reading them all would tell."""
@@ -236,24 +241,6 @@ class RowInput:
             lines += sum(part.count(b"\n") for part in parts[quotes % 2 :: 2])  # those that are not quoted
             quotes += len(parts) - 1
         return self._shard.size(max(lines - has_quotes, 0))
-
-    def _text_lines(self) -> Iterator[Line]:
-        opened, unit, is_text = self._open(), unit_of(self._form), self._form == "text"
-        assert isinstance(opened, Iterator)
-        for line in opened:
-            if line.index not in self._shard:
-                continue
-            if self.template is not None:
-                line = line_of(row_of_line(line, unit, is_text=is_text), self.template)
-            yield line
-
-    def _open_table(self) -> Table | None:
-        """The table, or None for a form without a head, whose beginning is looked at. Raises ConfigError."""
-        try:
-            opened = self._open()
-        except READ_ERRORS as error:
-            raise ConfigError(f"{self.name} cannot be read: {error}.") from error
-        return None if isinstance(opened, Iterator) else opened
 
     def _open(self) -> Table | Iterator[Line]:
         """The input from its beginning. Raises ValueError if its first bytes are those of another form."""
