@@ -123,11 +123,10 @@ class JournaledOutputs:
         row = self._journal.unfinished.get(request.index)
         if row is None or not _can_go_on(request):
             return
-        outputs = row.requests.get(self._key(request))
-        if outputs is not None:
+        if outputs := self._journal.known(request.index, self._key(request)):
             known = [outputs.get(number, KnownOutput()) for number in range(request.params.n)]
             request.known = max(known, request.known, key=lambda one: sum(len(output.token_ids) for output in one))
-        elif row.key != request.key:
+        elif all(record.row_key != request.key for record in row.values()):
             self._changed.add(request.index)
 
     def follow(self, row: Row) -> None:
@@ -136,9 +135,9 @@ class JournaledOutputs:
         if not _can_go_on(request):
             return
         followed = _Followed(row.outputs, [0] * request.params.n)
-        if (before := self._journal.unfinished.get(request.index)) is not None:
+        if request.index in self._journal.unfinished:
             followed.key = self._key(request)
-            for number, known in before.requests.get(followed.key, {}).items():
+            for number, known in self._journal.known(request.index, followed.key).items():
                 followed.written[number] = len(known.token_ids)
         with self._lock:
             self._rows.setdefault(row.position, []).append(followed)

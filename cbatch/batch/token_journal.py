@@ -14,7 +14,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,20 +110,13 @@ class TokenJournalConfig:
     interval_s: float | None = DEFAULT_INTERVAL_S
 
 
-@dataclass(slots=True)
-class UnfinishedRow:
-    """A row's remains of an earlier run: its key and, for each of its requests, the outputs by their numbers."""
-
-    key: str
-    requests: dict[str, dict[int, KnownOutput]] = field(default_factory=dict)
-
-
 class TokenJournal:
     """Reads what an earlier run has left, and appends. The lock of the output keeps other runs away from it.
 
     A journal that cannot be written ends no run: it is left out from then on, with a warning.
 
-    unfinished: rows of the earlier run, by the index of their line, until they are dropped
+    unfinished: what is left of rows of the earlier run, by the index of their line, until they are dropped: all tokens
+                of each output, by its request and number
     """
 
     def __init__(self, path: Path, model: str, *, resume: bool, writes: bool = True) -> None:
@@ -142,7 +135,7 @@ class TokenJournal:
         """Bytes in the file of each row that is not dropped, by its index."""
         self._live = 0
         """Bytes of them all."""
-        self.unfinished: dict[int, UnfinishedRow] = {}
+        self.unfinished: dict[int, dict[tuple[str, int], TokenRecord]] = {}
         with os_errors_as(ConfigError, f"Cannot use {path}"):
             self._begin(resume=resume)
 
@@ -162,6 +155,10 @@ class TokenJournal:
         except OSError as error:
             _log.warning("Tokens are not written to %s any more: %s.", self._path, error.strerror)
             self.close()
+
+    def known(self, line: int, request: str) -> dict[int, KnownOutput]:
+        """What the outputs of a request had in the earlier run, by their numbers."""
+        return {one.output: one.tokens for one in self.unfinished.get(line, {}).values() if one.request == request}
 
     def drop(self, index: int) -> None:
         """Forgets a row, which is finished."""
@@ -188,12 +185,7 @@ class TokenJournal:
         if resume:
             self._read()
         if self._writes and self.unfinished:  # without what was torn or damaged, so that what follows can be read
-            self._replace(
-                TokenRecord(index, row.key, request, number, 0, known)
-                for index, row in self.unfinished.items()
-                for request, outputs in row.requests.items()
-                for number, known in outputs.items()
-            )
+            self._replace(record for row in self.unfinished.values() for record in row.values())
         elif self._writes:
             remove_token_journal(self._path)
 
@@ -213,14 +205,12 @@ class TokenJournal:
 
     def _take(self, record: TokenRecord) -> bool:
         """Adds tokens to their output, unless tokens before them are missing; returns whether it did."""
-        row = self.unfinished.setdefault(record.line, UnfinishedRow(record.row_key))
-        row.key = record.row_key
-        outputs = row.requests.setdefault(record.request, {})
-        known, new, start = outputs.get(record.output, KnownOutput()), record.tokens, record.start
+        known = self.known(record.line, record.request).get(record.output, KnownOutput())
+        new, start = record.tokens, record.start
         if is_next := start <= len(known.token_ids):
-            outputs[record.output] = KnownOutput(
-                [*known.token_ids[:start], *new.token_ids], [*known.logprobs[:start], *new.logprobs]
-            )
+            tokens = KnownOutput([*known.token_ids[:start], *new.token_ids], [*known.logprobs[:start], *new.logprobs])
+            outputs = self.unfinished.setdefault(record.line, {})
+            outputs[record.request, record.output] = record._replace(start=0, tokens=tokens)
         return is_next
 
     def _replace(self, records: Iterable[TokenRecord]) -> None:

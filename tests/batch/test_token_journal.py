@@ -41,10 +41,9 @@ def opened(path: Path, *, model: str = "model", resume: bool = True, writes: boo
 
 def tokens(journal: TokenJournal) -> dict[tuple[int, str, int], list[int]]:
     return {
-        (index, request, number): list(known.token_ids)
+        (index, request, number): list(record.tokens.token_ids)
         for index, row in journal.unfinished.items()
-        for request, outputs in row.requests.items()
-        for number, known in outputs.items()
+        for (request, number), record in row.items()
     }
 
 
@@ -79,7 +78,7 @@ def test_what_was_appended_comes_back(path: Path) -> None:
     """Guards tries, outputs and pieces against being taken for each other; twice, since the file is then rewritten."""
     for _ in range(2):
         journal = opened(path)
-        assert tokens(journal) == WHOLE and journal.unfinished[3].key == "key of 3"
+        assert tokens(journal) == WHOLE and journal.unfinished[3]["first", 0].row_key == "key of 3"
         journal.close()
     journal = opened(path)
     journal.append([record(5, 1, 10)])
