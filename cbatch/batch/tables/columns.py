@@ -122,27 +122,19 @@ def is_result(columns: Mapping[str, Any]) -> bool:
     return isinstance(key, str) and KEY.fullmatch(key) is not None and str(index).isdecimal()
 
 
-def carried_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of a result that a further run sees and carries along: its answer, and what was carried before."""
-    if not _is_nested(columns):
-        return {name: value for name, value in columns.items() if name not in BOOKKEEPING}
-    answer, extra = split_result(columns)
+def carried_columns(columns: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The columns of a result that a further run sees and carries along: its answer, and what was carried before.
+
+    Beside them the error that the earlier run found; empty if it gave an answer.
+    """
+    answer, extra = columns, dict[str, Any]()
+    if "response" in columns or any(isinstance(columns.get(name), dict) for name in ("usage", "error")):
+        answer, extra = split_result(columns)  # it comes from JSON Lines; a table is flat already
     names = free_names(extra, answer)
     carried = {names[name]: value for name, value in extra.items()}
-    return carried | {name: value for name, value in answer.items() if name not in BOOKKEEPING}
-
-
-def earlier_error(columns: Mapping[str, Any]) -> str | None:
-    """The error that an earlier run found in this row; None if it gave an answer."""
-    answer = split_result(columns)[0] if _is_nested(columns) else columns
-    if not (code := answer.get("error_code")):
-        return None
-    return f"it is an error of an earlier run ({code}: {answer.get('error_message')})"
-
-
-def _is_nested(columns: Mapping[str, Any]) -> bool:
-    """Whether a result comes from JSON Lines, and not from a table, which is flat already."""
-    return "response" in columns or any(isinstance(columns.get(name), dict) for name in ("usage", "error"))
+    carried |= {name: value for name, value in answer.items() if name not in BOOKKEEPING}
+    code, message = answer.get("error_code"), answer.get("error_message")
+    return carried, f"it is an error of an earlier run ({code}: {message})" if code else ""
 
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:

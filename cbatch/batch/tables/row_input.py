@@ -30,7 +30,7 @@ from cbatch.batch.forms import (
     unit_of,
 )
 from cbatch.batch.lines import BOM, Line, read_lines, taken_twice
-from cbatch.batch.tables.columns import TableRow, as_text, carried_columns, earlier_error, is_result
+from cbatch.batch.tables.columns import TableRow, as_text, carried_columns, is_result
 from cbatch.batch.tables.csv_table import CsvTable
 from cbatch.batch.tables.database import DatabaseTable
 from cbatch.batch.tables.json_array import NO_ARRAY, read_array
@@ -54,9 +54,8 @@ def line_of(row: TableRow, template: ColumnTemplate | None, *, is_text: bool = F
     fields: dict[str, Any] = {}
     try:
         if error is None and is_result(columns):
-            problem = earlier_error(columns)
-            columns = carried_columns(columns)
-            if problem is not None:
+            columns, problem = carried_columns(columns)
+            if problem:
                 raise invalid_row(problem)
         if is_text:
             columns = {name: text for name, text in columns.items() if text != "" or name not in ID_FIELDS}
