@@ -7,9 +7,10 @@ import io
 import json
 import os
 import re
+import shutil
 import tempfile
 import zlib
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, cast, get_args
@@ -157,18 +158,21 @@ def decompressed(stream: IO[bytes]) -> IO[bytes]:
     return io.BufferedReader(source, CHUNK)  # pyarrow's stream knows no lines
 
 
-def compressed(file: IO[bytes], kind: Compression | None) -> IO[bytes]:
-    """A stream that writes to a file. Closing it writes the end of the format, and leaves the file open."""
+_Target = AbstractContextManager[IO[bytes]]
+
+
+def compressed(file: IO[bytes], kind: Compression | None) -> _Target:
+    """A context whose stream writes to a file. Leaving it writes the end of the format, and leaves the file open."""
     if kind == "gz":  # without the time, so that the same rows give the same bytes
         import gzip
 
-        return cast(IO[bytes], gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=6, mtime=0))
+        return cast(_Target, gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=6, mtime=0))
     if kind == "zst":
         if (own := _own_zstd()) is not None:
-            return cast(IO[bytes], own.ZstdFile(file, "wb"))
+            return cast(_Target, own.ZstdFile(file, "wb"))
         pyarrow = import_package("pyarrow", "zstd needs")
-        return cast(IO[bytes], pyarrow.CompressedOutputStream(pyarrow.PythonFile(_Unclosed(file), "w"), "zstd"))
-    return cast(IO[bytes], io.BufferedWriter(cast(io.RawIOBase, _Unclosed(file)), 2**20))
+        return cast(_Target, pyarrow.CompressedOutputStream(pyarrow.PythonFile(_Unclosed(file), "w"), "zstd"))
+    return nullcontext(file)
 
 
 def check_output(form: OutputForm, kind: Compression | None) -> None:
@@ -197,8 +201,7 @@ def seekable(stream: IO[bytes]) -> IO[bytes]:
     if stream.seekable():
         return stream
     copy = tempfile.TemporaryFile()  # noqa: SIM115  # closed when it is freed
-    while data := stream.read(CHUNK):
-        copy.write(data)
+    shutil.copyfileobj(stream, copy)
     copy.seek(0)
     return copy
 

@@ -8,7 +8,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
 from typing import IO, Any
 
 from cbatch.base.errors import ConfigError, RequestError, invalid_row
@@ -140,7 +139,7 @@ def write_csv(file: IO[bytes], form: OutputForm, kind: Compression | None, colum
     """Writes CSV or TSV. Values that are no text are written as JSON, null as nothing."""
     columns, cells = with_cells(rows, columns, _cell, has_blanks=True)
     record = _Records(form)
-    with closing(compressed(file, kind)) as target:
+    with compressed(file, kind) as target:
         target.write(record([column.name for column in columns]))
         target.writelines(record(values) for _, values in cells)
 

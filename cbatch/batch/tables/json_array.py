@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator
-from contextlib import closing
 from functools import partial
 from typing import IO
 
@@ -102,7 +101,7 @@ def write_array(file: IO[bytes], kind: Compression | None, columns: list[Column]
     """Writes an array of flat objects, each with all columns on a line of its own."""
     columns, cells = with_cells(rows, columns, lambda _, value: value, has_blanks=False)
     names, separator = [column.name for column in columns], b"[\n"
-    with closing(compressed(file, kind)) as target:
+    with compressed(file, kind) as target:
         for _, values in cells:
             target.write(separator + format_row(dict(zip(names, values, strict=True))).rstrip())
             separator = b",\n"

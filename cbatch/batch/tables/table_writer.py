@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -196,7 +196,7 @@ def write_results(
 ) -> None:
     """Writes rows of results in some form.  types, expand: see `TableWriter`; table: of a database"""
     if form == "jsonl":
-        with closing(compressed(file, kind)) as target:
+        with compressed(file, kind) as target:
             target.writelines(rows())
         return
     columns = _columns_of(rows, expand)

@@ -7,7 +7,6 @@ import io
 import json
 import os
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +182,7 @@ TEXT = b"one\ntwo\n" + b"long " * 50_000 + b"\nlast"
 
 def packed(kind: Compression | None, data: bytes = TEXT) -> bytes:
     file = io.BytesIO()
-    with closing(compressed(file, kind)) as target:
+    with compressed(file, kind) as target:
         target.write(data)
     assert not file.closed
     return file.getvalue()
