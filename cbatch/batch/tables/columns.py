@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import IntFlag
 from itertools import count, takewhile
 from typing import Any, Literal
 
@@ -152,19 +151,8 @@ def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-class Kinds(IntFlag):
-    """Kinds of values that a column has been seen to hold, beside null."""
-
-    NONE = 0
-    BOOL = 1
-    INT = 2
-    FLOAT = 4
-    TEXT = 8
-    OTHER = 16
-    TEXTS = 32
-
-
-_ALIKE = (Kinds.BOOL, Kinds.INT, Kinds.FLOAT, Kinds.TEXTS)
+Kind = type[bool | int | float | str | list[str]] | None
+"""The type that all values of a column fit: text for what has no type in common. None if all are null."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,19 +161,19 @@ class Column:
 
     source: name of the value in the answer, in the columns of the input, or in the JSON of the answer's text
     of:     which of these
-    kinds:  what it holds
+    kind:   what it holds
     """
 
     name: str
     source: str
     of: Literal["answer", "input", "property"]
-    kinds: Kinds
+    kind: Kind
 
     def typed(self, value: Any) -> Any:
-        """A value in the one type that all values of the column have; what has none in common is text."""
-        if self.kinds == Kinds.FLOAT | Kinds.INT and value is not None:
+        """A value in the type of the column."""
+        if self.kind is float and value is not None:
             return float(value)
-        return value if self.kinds in _ALIKE else as_text(value)
+        return as_text(value) if self.kind is str else value
 
 
 class TableLayout:
@@ -194,9 +182,9 @@ class TableLayout:
     def __init__(self, expand: Sequence[str] | None = None) -> None:
         """`expand`: properties of answers that become columns; all of them if it is empty, and none if it is None"""
         self._expand = expand
-        self._properties = dict.fromkeys(expand or (), Kinds.NONE)
-        self._answer = dict.fromkeys(ALWAYS, Kinds.NONE)
-        self._input: dict[str, Kinds] = {}
+        self._properties: dict[str, Kind] = dict.fromkeys(expand or ())
+        self._answer: dict[str, Kind] = dict.fromkeys(ALWAYS)
+        self._input: dict[str, Kind] = {}
 
     def add(self, fields: Mapping[str, Any]) -> None:
         answer, columns = split_result(fields)
@@ -205,7 +193,7 @@ class TableLayout:
             found = {name: value for name, value in found.items() if name in self._properties}
         for seen, values in ((self._answer, answer), (self._input, columns), (self._properties, found)):
             for name, value in values.items():
-                seen[name] = seen.get(name, Kinds.NONE) | _kind(value)
+                seen[name] = _common(seen.get(name), _kind(value))
 
     def columns(self) -> list[Column]:
         """The columns in their order: index, `id` if a row has one, those of the input, the answer, key and check.
@@ -215,11 +203,11 @@ class TableLayout:
         first = [name for name in FIRST if name != "id" or self._answer[name]]
         more = [name for name in self._answer if name not in ALWAYS]
         names = free_names(self._input, {*first, *ANSWER, *more, *LAST, REST})
-        inputs = [Column(names[name], name, "input", kinds) for name, kinds in self._input.items()]
+        inputs = [Column(names[name], name, "input", kind) for name, kind in self._input.items()]
         shown = [Column(name, name, "answer", self._answer[name]) for name in (*first, *ANSWER, *more, *LAST)]
         taken = {column.name for column in (*inputs, *shown)} | {REST}
         own = free_names(self._properties, taken, "answer_")
-        properties = [Column(own[name], name, "property", kinds) for name, kinds in self._properties.items()]
+        properties = [Column(own[name], name, "property", kind) for name, kind in self._properties.items()]
         return [*shown[: len(first)], *inputs, shown[len(first)], *properties, *shown[len(first) + 1 :]]
 
 
@@ -231,13 +219,14 @@ def values_of(fields: Mapping[str, Any], columns: list[Column]) -> list[Any]:
     return [parts[column.of].get(column.source) for column in columns]
 
 
-def _kind(value: Any) -> Kinds:
-    if value is None:
-        return Kinds.NONE
-    if isinstance(value, bool):
-        return Kinds.BOOL
-    if isinstance(value, int):
-        return Kinds.INT if -(2**63) <= value < 2**63 else Kinds.OTHER
+def _kind(value: Any) -> Kind:
     if isinstance(value, list) and all(isinstance(one, str) for one in value):
-        return Kinds.TEXTS
-    return Kinds.FLOAT if isinstance(value, float) else Kinds.TEXT if isinstance(value, str) else Kinds.OTHER
+        return list
+    has_own = isinstance(value, bool | float) or (isinstance(value, int) and -(2**63) <= value < 2**63)
+    return type(value) if has_own else None if value is None else str
+
+
+def _common(one: Kind, other: Kind) -> Kind:
+    if one is None or other is None or one is other:
+        return one or other
+    return float if {one, other} == {int, float} else str

@@ -16,14 +16,14 @@ from typing import IO, Any
 
 from cbatch.base.errors import ConfigError, RequestError, RunFailed
 from cbatch.batch.forms import RESULTS_TABLE
-from cbatch.batch.tables.columns import REST, Column, Kinds, Rows, TableRow, as_text
+from cbatch.batch.tables.columns import REST, Column, Kind, Rows, TableRow, as_text
 from cbatch.batch.tables.restored import with_cells
 from cbatch.batch.templates import as_data
 
 _BUSY_S = 60
 """How long another program may hold the database."""
 
-_TYPES = {Kinds.BOOL: "BOOLEAN", Kinds.INT: "INTEGER", Kinds.FLOAT: "REAL", Kinds.FLOAT | Kinds.INT: "REAL"}
+_TYPES: dict[Kind, str] = {bool: "BOOLEAN", int: "INTEGER", float: "REAL"}
 
 
 class DatabaseTable:
@@ -135,7 +135,7 @@ def write_database(path: Path, table: str, columns: list[Column], rows: Rows) ->
     All of it is one transaction. Raises RunFailed, with the reason, if the database does not take it.
     """
     columns, found = with_cells(rows, list(_distinct(columns)), _stored, has_blanks=False)
-    names = ", ".join(f"{_quoted(column.name)} {_TYPES.get(column.kinds, 'TEXT')}" for column in columns)
+    names = ", ".join(f"{_quoted(column.name)} {_TYPES.get(column.kind, 'TEXT')}" for column in columns)
     try:
         with closing(sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)) as database:
             database.execute("BEGIN IMMEDIATE")

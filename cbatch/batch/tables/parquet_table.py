@@ -8,7 +8,7 @@ from typing import IO, Any
 
 from cbatch.base.errors import ConfigError, first_line
 from cbatch.batch.forms import CHUNK, import_package, seekable
-from cbatch.batch.tables.columns import Column, Kinds, Rows, TableRow
+from cbatch.batch.tables.columns import Column, Kind, Rows, TableRow
 from cbatch.batch.tables.csv_table import check_names
 from cbatch.batch.tables.restored import with_cells
 from cbatch.batch.templates import as_data
@@ -109,7 +109,7 @@ def _write_groups(file: IO[bytes], columns: list[Column], rows: Rows, types: Map
     columns, cells = with_cells(rows, columns, stored, has_blanks=False)
     kinds = [types.get(column.source) if column.of == "input" else None for column in columns]
     schema = pyarrow.schema(
-        [(column.name, kind or _inferred(column.kinds)) for column, kind in zip(columns, kinds, strict=True)]
+        [(column.name, kind or _inferred(column.kind)) for column, kind in zip(columns, kinds, strict=True)]
     )
     with parquet.ParquetWriter(file, schema) as writer:
         for group in _groups(cells):
@@ -146,13 +146,13 @@ def _array(values: Any, column: Column, kind: Any) -> Any:
         raise _DoesNotFit(column.source) from error
 
 
-def _inferred(kinds: Kinds) -> Any:
+def _inferred(kind: Kind) -> Any:
     import pyarrow
 
-    if kinds in (Kinds.FLOAT, Kinds.FLOAT | Kinds.INT):
-        return pyarrow.float64()
-    texts = pyarrow.list_(pyarrow.string())
-    return {Kinds.BOOL: pyarrow.bool_(), Kinds.INT: pyarrow.int64(), Kinds.TEXTS: texts}.get(kinds, pyarrow.string())
+    text = pyarrow.string()
+    wide, texts = pyarrow.float64(), pyarrow.list_(text)
+    kinds: dict[Kind, Any] = {bool: pyarrow.bool_(), int: pyarrow.int64(), float: wide, list: texts}
+    return kinds.get(kind, text)
 
 
 def _is_native(kind: Any) -> bool:

@@ -21,7 +21,6 @@ from cbatch.batch.tables.columns import (
     FIRST,
     REST,
     Column,
-    Kinds,
     Rows,
     as_text,
     own_names,
@@ -37,7 +36,7 @@ _ORDER = (
 ).split()
 """Fields of a row in their order. One that is missing here costs a cell in `REST`."""
 
-REST_COLUMN = Column(REST, REST, "answer", Kinds.TEXT)
+REST_COLUMN = Column(REST, REST, "answer", str)
 _STARTS = frozenset('{["-0123456789tfn \t\r\n')
 """Characters that JSON begins with."""
 
