@@ -88,20 +88,10 @@ class StreamWriter(RowWriter):
     stop_timeout_s = 2.0
 
     def __init__(
-        self,
-        stream: IO[bytes],
-        *,
-        input_order: bool,
-        escape: Callable[[bytes], bytes] | None = None,
-        record: Callable[[bytes], bytes] | None = None,
+        self, stream: IO[bytes], *, input_order: bool, changes: Iterable[Callable[[bytes], bytes]] = ()
     ) -> None:
-        """
-        escape: changes rows before they are written, so that no text of a model can control a terminal
-        record: gives a row another form
-        """
-        self._stream, self._record = stream, record
-        self._input_order = input_order
-        self._escape = escape
+        """`changes`: what each row goes through before it is written"""
+        self._stream, self._input_order, self._changes = stream, input_order, list(changes)
         self._held: dict[int, bytes] = {}
         self._next = 0
 
@@ -126,8 +116,9 @@ class StreamWriter(RowWriter):
         self._stream.close()
 
     def _write(self, rows: list[bytes]) -> None:
-        data = b"".join(map(self._record, rows) if self._record is not None else rows)
-        view = memoryview(self._escape(data) if self._escape is not None else data)
+        for change in self._changes:
+            rows = list(map(change, rows))
+        view = memoryview(b"".join(rows))
         try:
             while view:
                 written = self._stream.write(view)

@@ -227,10 +227,12 @@ def _open_writer(options: RunOptions, source: RowInput) -> RowWriter:
             raise ConfigError(f"--output-format {options.output_format} needs a file, and {name} is none.")
         stream = OutputStream(own_stdout() if name == "-" else name, "wb")
         _check_not_input(source.stream, os.fstat(stream.fileno()), "stdout" if name == "-" else name)
-        escape, record = safe_json if stream.isatty() else None, None
+        changes: list[Callable[[bytes], bytes]] = []
         if options.output_format not in (None, "jsonl"):
-            record = CsvStream(options.output_format, source.names, options.expanded)
-        return StreamWriter(stream, input_order=input_order, escape=escape, record=record)
+            changes.append(CsvStream(options.output_format, source.names, options.expanded))
+        if stream.isatty():  # no text of a model is to control the terminal
+            changes.append(safe_json)
+        return StreamWriter(stream, input_order=input_order, changes=changes)
     form, kind = options.output_form, compression(name)
     is_table = form != "jsonl" or kind is not None
     whole = resolved(name)
