@@ -172,11 +172,6 @@ class RunStats:
         return self.output_tokens / self.elapsed_s if self.elapsed_s else 0.0
 
     @property
-    def ttft_s(self) -> dict[str, Any]:
-        """Seconds from when a row got a slot to its first token."""
-        return percentiles(self._ttft)
-
-    @property
     def tpot_s(self) -> dict[str, Any]:
         """Seconds for each further token of a row."""
         return percentiles(self._tpot)
@@ -211,7 +206,7 @@ class RunStats:
             "fallback": engines.fallback,
             **{
                 name: {rank: rounded_s(value) if value is not None else None for rank, value in times.items()}
-                for name, times in (("ttft_s", self.ttft_s), ("tpot_s", self.tpot_s))
+                for name, times in (("ttft_s", percentiles(self._ttft)), ("tpot_s", self.tpot_s))
             },
             "deaths": sum(one.deaths for one in replicas),
             "copies": sum(one.copies for one in replicas),
