@@ -55,7 +55,7 @@ class Window:
     """
 
     def __init__(self, rows: int, size: int) -> None:
-        self._rows_left, self._bytes_left = rows, size
+        self._max_rows, self._bytes_left = rows, size
         self._sizes: dict[int, int] = {}
         self._released: queue.SimpleQueue[Iterable[int] | None] = queue.SimpleQueue()
         self.waited_s = 0.0
@@ -65,17 +65,15 @@ class Window:
 
         Returns False if the window was closed in the meantime.
         """
-        while self._rows_left <= 0 or (self._bytes_left < size and self._sizes):
+        while len(self._sizes) >= self._max_rows or (self._bytes_left < size and self._sizes):
             since = time.monotonic()
             positions = self._released.get()
             self.waited_s += time.monotonic() - since
             if positions is None:
                 return False
             for released in positions:
-                self._rows_left += 1
                 self._bytes_left += self._sizes.pop(released)
         self._sizes[position] = size
-        self._rows_left -= 1
         self._bytes_left -= size
         return True
 

@@ -223,8 +223,7 @@ class EngineFeed:
 
     def ahead(self, rows: Sequence[Row]) -> WorkAhead:
         """The work that is left of requests that are here and in the engine."""
-        prompts = [len(one.request.prompt_ids) for one in rows]
-        begun = [any(output.token_ids for output in one.outputs.outputs) for one in rows]
+        to_come = [one for one in rows if not any(output.token_ids for output in one.outputs.outputs)]
         to_go = [
             (self._forecast.remaining(one.request, one.limit, got), one.limit - got)
             for one in rows
@@ -234,8 +233,8 @@ class EngineFeed:
         ]
         return WorkAhead(
             rows=len(rows),
-            prompt_tokens=sum(prompts),
-            prompts_to_come=sum(tokens for tokens, has_begun in zip(prompts, begun, strict=True) if not has_begun),
+            prompt_tokens=sum(len(one.request.prompt_ids) for one in rows),
+            prompts_to_come=sum(len(one.request.prompt_ids) for one in to_come),
             output_tokens=sum(likely for likely, _ in to_go),
             longest_likely=max((likely for likely, _ in to_go), default=0),
             longest=max((most for _, most in to_go), default=0),

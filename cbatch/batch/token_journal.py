@@ -133,8 +133,6 @@ class TokenJournal:
         self._fd: int | None = None
         self._sizes: Counter[int] = Counter()
         """Bytes in the file of each row that is not dropped, by its index."""
-        self._live = 0
-        """Bytes of them all."""
         self.unfinished: dict[int, dict[tuple[str, int], TokenRecord]] = {}
         with os_errors_as(ConfigError, f"Cannot use {path}"):
             self._begin(resume=resume)
@@ -148,7 +146,7 @@ class TokenJournal:
                 self._replace(records)
                 return
             self._write(self._fd, records)
-            if os.fstat(self._fd).st_size > 2 * self._live + SLACK_BYTES:
+            if os.fstat(self._fd).st_size > 2 * self._sizes.total() + SLACK_BYTES:
                 with self._path.open("rb") as file:
                     records = [record for record in _parsed(islice(file, 1, None)) if record is not None]
                 self._replace([record for record in records if record.line in self._sizes])
@@ -163,7 +161,7 @@ class TokenJournal:
     def drop(self, index: int) -> None:
         """Forgets a row, which is finished."""
         self.unfinished.pop(index, None)
-        self._live -= self._sizes.pop(index, 0)
+        self._sizes.pop(index, None)
 
     def close(self) -> None:
         """Ends the writing; the file stays."""
@@ -218,7 +216,7 @@ class TokenJournal:
         new = _new_path(self._path)
         fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
-            self._sizes, self._live = Counter(), 0
+            self._sizes.clear()
             self._write(fd, records, self._head)
             new.rename(self._path)
         except OSError:
@@ -234,7 +232,6 @@ class TokenJournal:
         for record in records:
             line = format_record(record)
             self._sizes[record.line] += len(line)
-            self._live += len(line)
             data += line
         view = memoryview(data)
         while view:
