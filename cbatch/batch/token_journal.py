@@ -148,8 +148,8 @@ class TokenJournal:
             self._write(self._fd, records)
             if os.fstat(self._fd).st_size > 2 * self._sizes.total() + SLACK_BYTES:
                 with self._path.open("rb") as file:
-                    records = [record for record in _parsed(islice(file, 1, None)) if record is not None]
-                self._replace([record for record in records if record.line in self._sizes])
+                    records = [one for one in _parsed(islice(file, 1, None)) if one and one.line in self._sizes]
+                self._replace(records)
         except OSError as error:
             _log.warning("Tokens are not written to %s any more: %s.", self._path, error.strerror)
             self.close()

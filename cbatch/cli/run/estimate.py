@@ -108,10 +108,6 @@ class TriedOutput:
     def has_begun(self) -> bool:
         return self.tokens > 0 or self.has_ended
 
-    @property
-    def ends_by_limit(self) -> bool:
-        return ends_by_limit(self.row.request.params)
-
 
 class StepTime(NamedTuple):
     """The work of a step, and the time until the next one."""
@@ -186,7 +182,7 @@ def final_lengths(outputs: Sequence[TriedOutput]) -> list[Span]:
 
     If not only its limit ends an output, each token is its last one with a chance that all outputs tell together.
     """
-    free = [one for one in outputs if one.has_begun and not one.ends_by_limit]
+    free = [one for one in outputs if one.has_begun and not ends_by_limit(one.row.request.params)]
     tokens = sum(one.tokens for one in free)
     stops = sum(one.has_ended and not one.is_failed and one.tokens < one.row.limit for one in free)
     to_limits = [one.row.limit - one.tokens for one in free if not one.has_ended]
@@ -197,7 +193,7 @@ def final_lengths(outputs: Sequence[TriedOutput]) -> list[Span]:
         chances = high, stops / tokens, max(stops - 2 * math.sqrt(stops), 0.0) / (tokens + sum(to_limits))
 
     def length(output: TriedOutput) -> Span:
-        if output.has_ended or output.ends_by_limit:
+        if output.has_ended or ends_by_limit(output.row.request.params):
             return Span(*[output.tokens if output.has_ended else output.row.limit] * 3)
         left = output.row.limit - output.tokens
         least, likely, most = ((1 - (1 - one) ** left) / one if one > 0 else float(left) for one in chances)
