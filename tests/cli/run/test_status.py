@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pty
@@ -19,8 +20,9 @@ from pexpect import EOF, TIMEOUT
 from pexpect.fdpexpect import fdspawn
 
 from cbatch.batch.row import RowOutcome
+from cbatch.cli import main
 from cbatch.cli.chat.background_run import parse_run_options
-from cbatch.cli.common.exits import UserError
+from cbatch.cli.common.exits import SIGNALS, UserError
 from cbatch.cli.run.stats import RunStats
 from cbatch.cli.run.status import RunStatus
 from tests.support.command import Command
@@ -76,6 +78,21 @@ def test_the_status_file_and_the_signal_tell_the_same(runs: ForkServer, command:
     assert json.loads(told[0]).keys() == first.keys()
     run.send(signal.SIGINT)
     assert run.code() == 130 and state()["state"] == "ended"
+
+
+def test_the_signal_before_a_run_can_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a run that is asked while its command is still being imported: it goes on."""
+    handlers = {signum: signal.getsignal(signum) for signum in (*SIGNALS, signal.SIGUSR1)}
+    monkeypatch.setattr(main, "run_command", lambda: signal.raise_signal(signal.SIGUSR1) or 0)
+    monkeypatch.setattr(main.os, "_exit", lambda code: codes.append(code))
+    codes = list[int]()
+    try:
+        main.main()
+    finally:
+        gc.enable()
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+    assert codes == [0]
 
 
 def test_the_range_of_the_time_left() -> None:
