@@ -12,6 +12,7 @@ import click
 
 from cbatch.base.option import options_of
 from cbatch.base.params import PARAMS, SamplingParams
+from cbatch.cli.common.configured_command import about_of
 from cbatch.cli.common.options import SAMPLING_FIELDS
 from cbatch.cli.main import cli
 
@@ -83,8 +84,7 @@ def grouped(command: click.Command) -> dict[str, list[click.Option]]:
     groups: dict[str, list[click.Option]] = {}
     for option in command.params:
         if isinstance(option, click.Option) and not option.hidden:
-            about = getattr(option, "about", None)
-            groups.setdefault(about.group if about else "", []).append(option)
+            groups.setdefault(about_of(option).group, []).append(option)
     return groups
 
 
@@ -115,9 +115,7 @@ def line(option: click.Option) -> str:
         text += "."
     elif option.show_default and not isinstance(option.default, bool | None):
         default = f"`{option.default}`"
-    about = getattr(option, "about", None)
-    more = about.more if about else ""
-    cells = f"`{names}{value}`", default, " ".join([text, more]).strip()
+    cells = f"`{names}{value}`", default, f"{text} {about_of(option).more}".strip()
     return f"| {' | '.join(cell.replace('|', '&#124;' if '`' not in cell else chr(92) + '|') for cell in cells)} |"
 
 

@@ -64,6 +64,12 @@ def option_keys(command: click.Command) -> dict[str, click.Option]:
     return {_as_key(name[2:]): option for option in options for name in option.opts if name.startswith("--")}
 
 
+def about_of(parameter: click.Parameter) -> Option:
+    """The description of an option that `record_options` has made; an empty one of any other parameter."""
+    found: Option = getattr(parameter, "about", Option(help=""))
+    return found
+
+
 def _content(path: Path) -> dict[str, Any]:
     """The tables of the file; none if it does not exist. Raises ConfigFileError."""
     shown = display_path(path)
@@ -165,8 +171,7 @@ def _as_typed(option: click.Option, value: Any, where: str) -> Any:
             raise ConfigFileError(f"{where} takes a value, not true or false.")
         return value
     text = str(value)
-    about: Option | None = getattr(option, "about", None)  # see `record_options`
-    return os.path.expanduser(text) if about and about.is_file else text  # noqa: PTH111 (may be a hub id)
+    return os.path.expanduser(text) if about_of(option).is_file else text  # noqa: PTH111 (may be a hub id)
 
 
 def _near_miss(name: str, known: Iterable[str]) -> str:
@@ -244,8 +249,7 @@ class ConfiguredCommand(click.Command):
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             if isinstance(parameter, click.Option) and (record := parameter.get_help_record(ctx)) is not None:
-                about: Option | None = getattr(parameter, "about", None)
-                groups.setdefault(about.group if about else "", []).append(record)
+                groups.setdefault(about_of(parameter).group, []).append(record)
         for group, records in groups.items():
             with formatter.section(group or "Options"):
                 formatter.write_dl(records)
@@ -256,8 +260,7 @@ class ConfiguredCommand(click.Command):
             formatter.write_dl([record for name in self._main if (record := options.pop(name).get_help_record(ctx))])
         topics: dict[str, list[str]] = {}
         for name, one in options.items():
-            about: Option | None = getattr(one, "about", None)
-            group = about.group if about else ""
+            group = about_of(one).group
             if name != PRESET:
                 topics.setdefault(_TOPICS.get(name or "", _TOPICS.get(group, group)), []).append(max(one.opts, key=len))
         order = list(dict.fromkeys(_TOPICS.values()))

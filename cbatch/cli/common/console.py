@@ -35,10 +35,6 @@ Details = Callable[[], Sequence[str]]
 """Returns lines that belong under the progress; always as many."""
 
 
-def no_details() -> Sequence[str]:
-    return ()
-
-
 _WITHOUT_BIDI = dict.fromkeys(map(ord, _BIDI))
 
 _CONTROL = re.compile(rf"[\x00-\x08\x0b-\x1f\x7f-\x9f{_BIDI}]")
@@ -116,7 +112,7 @@ def emit(text: str) -> None:
 
 @contextmanager
 def show_progress(
-    total: int | None, state: ProgressState, details: Details = no_details, *, quiet: bool
+    total: int | None, state: ProgressState, details: Details = tuple, *, quiet: bool
 ) -> Iterator[Callable[[], None]]:
     """Shows progress: a tqdm bar on a terminal, else a line every ten seconds, or nothing if `quiet`.
 

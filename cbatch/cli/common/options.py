@@ -17,8 +17,9 @@ from click.shell_completion import CompletionItem
 from cbatch.base.chat_template_options import TemplateOptions
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError, RequestError, reason_of
-from cbatch.base.option import Option, OptionField, option, options_of, parse_json
+from cbatch.base.option import OptionField, option, options_of, parse_json
 from cbatch.base.params import PARAM_NAMES, PARAMS, SamplingParams
+from cbatch.cli.common.configured_command import about_of
 from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.extras import require_package
 from cbatch.requests.param_names import own_params
@@ -47,26 +48,20 @@ class JsonListOption(click.Option):
         return tuple(values)
 
 
-class ModelOption(click.Option):
-    """A shell completes it with the models on this machine, and with folders."""
+def _complete_model(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The models on this machine, and folders."""
+    from cbatch.cli.common.local_models import local_models
 
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        from cbatch.cli.common.local_models import local_models
-
-        names = [model.name for model in local_models()]
-        fitting = [name for name in names if name.lower().startswith(incomplete.lower())]
-        return [CompletionItem(incomplete, type="dir"), *map(CompletionItem, fitting)]
+    names = [model.name for model in local_models()]
+    fitting = [name for name in names if name.lower().startswith(incomplete.lower())]
+    return [CompletionItem(incomplete, type="dir"), *map(CompletionItem, fitting)]
 
 
-class NameListOption(click.Option):
-    """A list of some choices, with commas between them. A shell completes the last one with those that it lacks."""
-
-    about: Option
-
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        before, comma, last = incomplete.rpartition(",")
-        left = [name for name in self.about.choices if name not in before.split(",")]
-        return [CompletionItem(f"{before}{comma}{name}") for name in left if name.startswith(last)]
+def _complete_names(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Of a list of choices with commas between them, the last one: those that it lacks."""
+    before, comma, last = incomplete.rpartition(",")
+    left = [name for name in about_of(parameter).choices if name not in before.split(",")]
+    return [f"{before}{comma}{name}" for name in left if name.startswith(last)]
 
 
 class FiniteRange(click.FloatRange):
@@ -143,13 +138,17 @@ def click_option(one: OptionField, **changes: Any) -> click.Option:
             "default": one.default if isinstance(one.default, str) else None,
         }
         if about.choices:
-            given["cls"] = NameListOption
+            given["shell_complete"] = _complete_names
     elif one.kinds in ((int,), (float,)):
-        given["type"] = _number(one)
+        kind: Any = one.kinds[0]
+        if about.low is not None or about.high is not None:
+            ranged: Any = click.IntRange if kind is int else FiniteRange
+            kind = ranged(about.low, about.high, min_open=about.above)
+        given["type"] = kind
     if one.is_list:
         given |= {"multiple": True, "cls": JsonListOption}
     if one.name == "model":
-        given |= {"cls": ModelOption, "envvar": ["CBATCH_MODEL"]}
+        given |= {"shell_complete": _complete_model, "envvar": ["CBATCH_MODEL"]}
     help = about.help
     if shown is None and "default" not in changes:
         given["show_default"] = one.default is not None and one.default is not False and not one.is_list
@@ -159,15 +158,6 @@ def click_option(one: OptionField, **changes: Any) -> click.Option:
     made: click.Option = given.pop("cls", click.Option)([*names, one.name], **given)
     made.about = about  # type: ignore[attr-defined]
     return made
-
-
-def _number(one: OptionField) -> Any:
-    kind = one.kinds[0]
-    ranged: Any = click.IntRange if kind is int else FiniteRange
-    about = one.about
-    if about.low is None and about.high is None:
-        return kind
-    return ranged(about.low, about.high, min_open=about.above)
 
 
 def _reader(parse: Callable[[Any], Any], default: Any) -> Callable[[click.Context, click.Parameter, Any], Any]:

@@ -18,7 +18,7 @@ from cbatch.batch.row import Row
 from cbatch.batch.run_record import read_record, write_record
 from cbatch.batch.tables.row_input import RowInput
 from cbatch.batch.writer import FileWriter, RowWriter, run_stream
-from cbatch.cli.common.console import Details, ProgressState, no_details, notice
+from cbatch.cli.common.console import Details, ProgressState, notice
 from cbatch.cli.run.options import RunOptions
 from cbatch.cli.run.stats import RunProgress, RunStats
 from cbatch.requests.row_keys import Origin, explain_difference
@@ -133,7 +133,7 @@ def _prepare_file(
             yield pair
 
     rows = len(journal.indices)
-    with progress(rows, lambda: (compared, "compared with the input"), no_details) as tick:
+    with progress(rows, lambda: (compared, "compared with the input"), tuple) as tick:
         limit = options.param("max_tokens") if options.continue_truncated else None
         before: Origin = read_record(output.final_path).get("keys", {})
         then, now = (one.get("sampling", {}).get("--max-tokens", "") for one in (before, origin))

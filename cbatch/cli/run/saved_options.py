@@ -14,10 +14,9 @@ from typing import Any
 
 import click
 
-from cbatch.base.option import Option
 from cbatch.batch.forms import is_remote, output_form, resolved, split_table
 from cbatch.batch.run_record import read_record, record_path, write_record
-from cbatch.cli.common.configured_command import ConfiguredCommand
+from cbatch.cli.common.configured_command import ConfiguredCommand, about_of
 from cbatch.cli.common.console import notice
 
 _NOT_KEPT = {
@@ -110,9 +109,8 @@ def _has_rows(output: Path, typed: Mapping[str, Any]) -> bool:
 
 def _whole(parameter: click.Parameter, value: Any) -> Any:
     """The value, with the whole path of a file that it names."""
-    about: Option | None = getattr(parameter, "about", None)
     kind = parameter.metavar or ""
-    is_file = isinstance(parameter, click.Argument) or (about is not None and about.is_file)
+    is_file = isinstance(parameter, click.Argument) or about_of(parameter).is_file
     if not isinstance(value, str) or not (is_file or any(word in kind for word in ("FILE", "DIR", "PATH", "CHECK"))):
         return value
     name, equals, path = value.partition("=") if kind in ("NAME=PATH", "CHECK") else ("", "", value)
