@@ -6,11 +6,8 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import reduce
 from itertools import islice
-from operator import getitem
 from typing import Any, Literal, NamedTuple
 
 from cbatch.base.units import format_count, word_for
@@ -27,6 +24,12 @@ CROP = 40
 """Characters that are shown on either side of the first difference."""
 
 Path = tuple[str | int, ...]
+
+TokenIds = tuple[list[Any], list[Any]] | None
+"""Those of both rows, of the nearest output around a place that has them."""
+
+Place = tuple[Path, Any, Any, TokenIds]
+"""A path, and what both rows have there; None for nothing."""
 
 
 class Difference(NamedTuple):
@@ -62,10 +65,10 @@ def content_of(row: Mapping[str, Any]) -> dict[str, Any]:
 def first_difference(stored: Mapping[str, Any], made: Mapping[str, Any]) -> Difference | None:
     """None if the rows are equal but for fields of --timings and the check."""
     stored, made = content_of(stored), content_of(made)
-    path = _first_path(stored, made)
-    if path is None:
+    place = _first_place(stored, made)
+    if place is None:
         return None
-    one, other = _at(stored, path), _at(made, path)
+    path, one, other, ids = place
     offset = token = unit = None
     in_file, now = (f"{text[: 2 * CROP]}…" if len(text) > 2 * CROP else text for text in map(_shown, (one, other)))
     if isinstance(one, str) and isinstance(other, str):
@@ -75,7 +78,7 @@ def first_difference(stored: Mapping[str, Any], made: Mapping[str, Any]) -> Diff
             _shown(("…" if start else "") + text[start:stop] + ("…" if stop < len(text) else ""))
             for text in (one, other)
         )
-        token = _first_token(stored, made, path)
+        token = None if ids is None else _common_length(*ids)
     elif len(path) > 1 and path[-2] == "token_ids":
         unit, offset = "token", int(path[-1])
     name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
@@ -86,36 +89,21 @@ def first_difference(stored: Mapping[str, Any], made: Mapping[str, Any]) -> Diff
     return Difference(name, output, offset, unit, token, in_file, now)
 
 
-def _first_path(one: Any, other: Any) -> Path | None:
-    if isinstance(one, dict) and isinstance(other, dict):
-        for name in [*one, *(name for name in other if name not in one)]:
-            if name not in one or name not in other:
-                return (name,)
-            if (path := _first_path(one[name], other[name])) is not None:
-                return (name, *path)
-        return None
+def _first_place(one: Any, other: Any, path: Path = (), ids: TokenIds = None) -> Place | None:
+    """The first place below a path at which two values differ."""
     if isinstance(one, list) and isinstance(other, list):
-        for place, (left, right) in enumerate(zip(one, other, strict=False)):
-            if (path := _first_path(left, right)) is not None:
-                return (place, *path)
-        return None if len(one) == len(other) else (min(len(one), len(other)),)
+        one, other = dict(enumerate(one)), dict(enumerate(other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        if isinstance(one.get("token_ids"), list) and isinstance(other.get("token_ids"), list):
+            ids = one["token_ids"], other["token_ids"]
+        for name in one | other:
+            if name not in one or name not in other:
+                return (*path, name), one.get(name), other.get(name), ids
+            if (found := _first_place(one[name], other[name], (*path, name), ids)) is not None:
+                return found
+        return None
     is_same = one == other and isinstance(one, bool) == isinstance(other, bool)
-    return None if is_same else ()
-
-
-def _at(value: Any, path: Path) -> Any:
-    with suppress(KeyError, IndexError):
-        return reduce(getitem, path, value)
-    return None
-
-
-def _first_token(stored: Mapping[str, Any], made: Mapping[str, Any], path: Path) -> int | None:
-    """The first token that differs, if the rows have token ids beside the place, or above it."""
-    for length in range(len(path) - 1, -1, -1):
-        ids = [_at(row, (*path[:length], "token_ids")) for row in (stored, made)]
-        if all(isinstance(each, list) for each in ids):
-            return _common_length(*ids)
-    return None
+    return None if is_same else (path, one, other, ids)
 
 
 def _common_length(one: Any, other: Any) -> int:
