@@ -70,12 +70,11 @@ class _Shared:
     """State that all engines made of one network share.
 
     in_use: held while it runs: another engine changes its attention, to compare
-    states: of its recurrent layers, once they are served; None before
+    served: what the functions have given that have changed its modules
     """
 
     in_use: threading.Lock = field(default_factory=threading.Lock)
-    states: StateLayout | None = None
-    has_served_indexers: bool = False
+    served: dict[Callable[..., Any], Any] = field(default_factory=dict)
 
 
 _networks: WeakKeyDictionary[nn.Module, _Shared] = WeakKeyDictionary()
@@ -173,10 +172,10 @@ class TransformersModel:
 
         They are in the model's dtype, or in float32 if the sampling kernel cannot read that.
         """
-        recurring_step: AbstractContextManager[None] = nullcontext()
+        step = None
         if batch.states is not None:
-            recurring_step = recurring(RecurrentStep.of(self._recurrent, batch.states, batch.starts, batch.stops))
-        with self.checked(AttentionCalls(kv_cache, attention, batch, self.windows)), recurring_step:
+            step = RecurrentStep.of(self._recurrent, batch.states, batch.starts, batch.stops)
+        with self.checked(AttentionCalls(kv_cache, attention, batch, self.windows)), recurring(step):
             logits = self._call(batch)
         if self._is_emulated:
             logits = logits.float()
@@ -234,22 +233,23 @@ class TransformersModel:
         if not INDEXED_LAYERS.intersection(getattr(self.config, "layer_types", None) or ()):
             return ATTENTION_NAME
         self._attention_name = INDEXED_NAME
-        with _claiming:
-            if not self._shared.has_served_indexers:
-                with self._own_attention(), torch.inference_mode():
-                    serve_indexers(self._network, self.config, self.device)
-                self._shared.has_served_indexers = True
+        self._served(serve_indexers)
         return INDEXED_NAME
 
     def _serve_recurrent_layers(self) -> StateLayout:
         is_recurrent = RECURRENT_LAYERS.intersection(getattr(self.config, "layer_types", None) or ())
         if not is_recurrent and not modules_with_conventions(self._network):
             return StateLayout()
+        states: StateLayout = self._served(serve_modules)
+        return replace(states)
+
+    def _served(self, serve: Callable[[Any, Any, torch.device], Any]) -> Any:
+        """What a function gives that changes modules of the network, once."""
         with _claiming:
-            if self._shared.states is None:
+            if serve not in self._shared.served:
                 with self._own_attention(), torch.inference_mode():
-                    self._shared.states = serve_modules(self._network, self.config, self.device)
-        return replace(self._shared.states)
+                    self._shared.served[serve] = serve(self._network, self.config, self.device)
+            return self._shared.served[serve]
 
     def _probe(self, adapters: Any = None) -> tuple[list[LayerShape], list[int | None], list[torch.device]]:
         """The shape of what each attention call stores, its window, and where it computes."""
@@ -310,19 +310,15 @@ class CapturableNetwork:
     @classmethod
     def of(cls, model: TransformersModel, network: Any) -> CapturableNetwork | None:
         """None if the two parts do not give what the network gives."""
-        try:
-            decoder, head = network.get_decoder(), network.get_output_embeddings()
-        except Exception:  # whatever a network raises that has none
-            return None
-        if decoder is None or not isinstance(head, nn.Linear):
-            return None
         ids = list(range(_TRIAL_TOKENS))
         with torch.inference_mode():
             expected = model.plain(ids)
             try:
-                hidden = model.plain(ids, decoder)
-                product = head(hidden)
-            except Exception:  # whatever a decoder raises that is not called as its network calls it
+                decoder, head = network.get_decoder(), network.get_output_embeddings()
+                if decoder is None or not isinstance(head, nn.Linear):
+                    return None
+                product = head(model.plain(ids, decoder))
+            except Exception:  # whatever a network raises that has none, or a decoder that it calls otherwise
                 return None
             softcap = getattr(model.config, "final_logit_softcapping", None)
             finish = _finish_of(product.float(), expected.float(), softcap, _TOLERANCES[product.dtype])

@@ -5,10 +5,10 @@ The probe learns which earlier tokens a layer may see from the mask function tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from cbatch.attention.base import AttentionBackend
 from cbatch.attention.reference import ReferenceAttention
 from cbatch.base.errors import ModelError
+from cbatch.model.hf.recurrent import holding
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.kv_cache import KVCache, LayerShape
 
@@ -193,14 +194,8 @@ def placeholder_mask(*, q_length: int, kv_length: int, device: torch.device | st
     return mask
 
 
-@contextmanager
-def attending(step: AttentionCalls | AttentionProbe) -> Iterator[None]:
-    """While a model runs, its calls go to `step`."""
-    token = _current.set(step)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+attending = partial(holding, _current)
+"""While a model runs, its calls go to a step."""
 
 
 def paged_attention(

@@ -11,36 +11,32 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cbatch.attention.reference import Sequence
 from cbatch.base.errors import ModelError
-from cbatch.model.hf.attention_calls import AttentionCalls, AttentionProbe, current_pass
+from cbatch.model.hf.attention_calls import AttentionProbe, current_pass
 from cbatch.model.hf.recurrent import modules_that_ask, replace_forward, taken
 
 INDEXED_LAYERS = frozenset({"indexed_attention"})
 """Types of layers in which an indexer chooses."""
 
 
-class IndexView:
-    """The cache as an indexer sees it: the pages of one sequence, in which it stores its new keys first.
+class IndexView(NamedTuple):
+    """The cache as an indexer sees it: the pages of one sequence, in which it stores its new keys first."""
 
-    number: of its cache among those of the model
-    """
-
-    def __init__(self, calls: AttentionCalls, number: int, sequence: Sequence, slots: Tensor) -> None:
-        self._cache = calls.kv_cache.keys[number]
-        self._sequence = sequence
-        self._slots = slots
+    cache: Tensor
+    sequence: Sequence
+    slots: Tensor
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """All keys [1, stop, dim] of the sequence, given those of its chunk [1, n, dim]."""
-        tokens = self._cache.flatten(0, 1)
-        tokens.index_copy_(0, self._slots[self._sequence.rows], indexer_key_states[0, :, None].to(tokens.dtype))
-        gathered = self._cache[self._sequence.blocks].flatten(0, 1)[: self._sequence.stop, 0]
+        tokens = self.cache.flatten(0, 1)
+        tokens.index_copy_(0, self.slots[self.sequence.rows], indexer_key_states[0, :, None].to(tokens.dtype))
+        gathered = self.cache[self.sequence.blocks].flatten(0, 1)[: self.sequence.stop, 0]
         return gathered[None].to(indexer_key_states.dtype)
 
 
@@ -66,10 +62,11 @@ def _serve(module: Any, parameter: str, number: int) -> None:
             return original(**given | {parameter: current})
         device = next(value.device for value in given.values() if isinstance(value, Tensor))
         metadata, chosen = current.metadata_on(device), []
+        cache = current.kv_cache.keys[len(current.windows) + number]
         for sequence in metadata.sequences:
-            view = IndexView(current, len(current.windows) + number, sequence, metadata.slots)
             part = {name: taken(value, sequence.rows, tokens) for name, value in given.items()}
             keys = torch.arange(sequence.stop, device=device)
+            view = IndexView(cache, sequence, metadata.slots)
             part |= {parameter: view, "attention_mask": (keys <= keys[sequence.start :, None])[None]}
             chosen.append(original(**part))
         most = max(one.shape[-1] for one in chosen)  # -1 where a token has fewer

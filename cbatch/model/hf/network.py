@@ -38,11 +38,12 @@ def load_network(plan: LoadPlan) -> Any:
     source, revision, device_map = plan.source, plan.revision, plan.device_map
     config: Any = None
     try:
-        _check_kind(read_model_config(model_folder(source, revision)), source)
+        found = read_model_config(model_folder(source, revision))
+        _check_kind(found, source)
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
         number = choose_dtype(plan.dtype, getattr(config.get_text_config(), "dtype", None), plan.device)
         check_weights_fit(plan, config, number)
-        _check_quantization(plan)
+        _check_quantization(settings_of(found), source)
         load = partial(
             auto_class(config).from_pretrained,
             source,
@@ -75,22 +76,21 @@ def load_network(plan: LoadPlan) -> Any:
                 "rewritten that are to stay on disk; name a folder with more room by --offload-folder."
             ) from error
         raise ModelError(f"Cannot load {source}: {_unknown_name(error, config) or first_sentence(error)}") from error
-    for name, found, wanted in sorted(report["mismatched_keys"]):
+    for name, shape, wanted in sorted(report["mismatched_keys"]):
         raise ModelError(
-            f"Cannot load {source}: {name} is {list(found)} in its files, and {list(wanted)} by its config.json."
+            f"Cannot load {source}: {name} is {list(shape)} in its files, and {list(wanted)} by its config.json."
         )
     missing = sorted(report["missing_keys"])
     raise ModelError(f"Cannot load {source}: {len(missing)} of its weights are not in its files, such as {missing[0]}.")
 
 
-def _check_quantization(plan: LoadPlan) -> None:
+def _check_quantization(settings: Any, source: str) -> None:
     """Raises ModelError for quantized weights that transformers would take for numbers."""
     from transformers.quantizers import AutoHfQuantizer
 
-    settings = settings_of(read_model_config(model_folder(plan.source, plan.revision)))
     method = settings.get("quant_method") if isinstance(settings, dict) else None
     if settings is not None and not (method and AutoHfQuantizer.supports_quant_method(settings)):
-        raise ModelError(f"Cannot load {plan.source}: transformers does not read weights of quant_method {method}.")
+        raise ModelError(f"Cannot load {source}: transformers does not read weights of quant_method {method}.")
 
 
 def _check_kind(config: Mapping[str, Any], source: str) -> None:

@@ -126,14 +126,10 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 def _stored(weights: Any) -> dict[str, tuple[Path, StoredTensor]]:
     """The file and the place in it of each weight on disk."""
-    files: dict[str, dict[str, StoredTensor]] = {}
-    found = {}
-    for name, entry in ({} if weights is None else weights.index).items():
-        path = entry["safetensors_file"]
-        if path not in files:
-            files[path] = stored_tensors(Path(path))
-        found[name] = Path(path), files[path][entry["weight_name"]]
-    return found
+    index = {} if weights is None else weights.index
+    paths = {name: Path(entry["safetensors_file"]) for name, entry in index.items()}
+    files = {path: stored_tensors(path) for path in set(paths.values())}
+    return {name: (path, files[path][index[name]["weight_name"]]) for name, path in paths.items()}
 
 
 def _read_rate(

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partialmethod
+from functools import partial, partialmethod
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -164,13 +164,17 @@ _current: ContextVar[RecurrentStep | None] = ContextVar("cbatch_recurrent_step",
 
 
 @contextmanager
-def recurring(step: RecurrentStep) -> Iterator[None]:
-    """While a model runs a step, its recurrent modules go on from the slots."""
-    token = _current.set(step)
+def holding(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """While a model runs, its modules find a value in a variable."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _current.reset(token)
+        variable.reset(token)
+
+
+recurring = partial(holding, _current)
+"""While a model runs a step, its recurrent modules go on from the slots."""
 
 
 def pieces_of(step: StepStates, starts: Sequence[int], stops: Sequence[int], *, by_token: bool) -> Iterator[Piece]:
