@@ -123,7 +123,16 @@ def show_progress(
     is_terminal = sys.stderr is not None and sys.stderr.isatty() and not quiet
     interval = BAR_SECONDS if is_terminal else LINE_SECONDS
     due = math.inf if quiet else time.monotonic() + interval
-    with _Bars(total, len(details())) if is_terminal else nullcontext() as bars:
+    with ExitStack() as opened:
+        if is_terminal:
+            from tqdm import tqdm
+
+            form = "{percentage:3.0f}%|{bar:6}| {n_fmt}/{total_fmt} {unit}{postfix}"
+            make = partial(tqdm, dynamic_ncols=True, file=sys.stderr, leave=False)
+            bar = make(total=total, bar_format=form if total else "{n_fmt} {unit}{postfix}", unit="rows", position=0)
+            lines = [make(bar_format="{desc}", position=number) for number in range(1, len(details()) + 1)]
+            for each in (bar, *lines):
+                opened.enter_context(each)
 
         def tick() -> None:
             nonlocal due
@@ -132,32 +141,13 @@ def show_progress(
                 return
             due = now + interval
             done, text = state()
-            if bars is None:
+            if not is_terminal:
                 rows = f"{done:,}/{format_count(total, 'row')}" if total else format_count(done, "row")
                 notice(f"{rows}, {'; '.join([text, *details()])}")
-            else:
-                bars.show(done, text, details())
+                return
+            bar.n, bar.unit = done, "row" if (total or done) == 1 else "rows"
+            bar.set_postfix_str(text)
+            for line, shown in zip(lines, details(), strict=True):
+                line.set_description_str(safe(shown))
 
         yield tick
-
-
-class _Bars(ExitStack):
-    """A tqdm bar, and lines under it."""
-
-    def __init__(self, total: int | None, num_lines: int) -> None:
-        from tqdm import tqdm
-
-        super().__init__()
-        form = "{percentage:3.0f}%|{bar:6}| {n_fmt}/{total_fmt} {unit}{postfix}" if total else "{n_fmt} {unit}{postfix}"
-        make = partial(tqdm, dynamic_ncols=True, file=sys.stderr, leave=False)
-        self._bar = self.enter_context(make(total=total, bar_format=form, unit="rows", position=0))
-        self._lines = [
-            self.enter_context(make(bar_format="{desc}", position=number)) for number in range(1, num_lines + 1)
-        ]
-
-    def show(self, done: int, text: str, lines: Sequence[str]) -> None:
-        self._bar.n = done
-        self._bar.unit = "row" if (self._bar.total or done) == 1 else "rows"
-        self._bar.set_postfix_str(text)
-        for line, text in zip(self._lines, lines, strict=True):
-            line.set_description_str(safe(text))
