@@ -30,7 +30,7 @@ from cbatch.model.ops.device_plan import DevicePlan, Run, Step
 from cbatch.model.ops.normalize import NormAcross
 from cbatch.model.ops.operation import Operation, numbers_a, operation, reads, writes
 from cbatch.model.ops.residual import normalize, normed
-from cbatch.model.ops.shards import Heads, Made, Shards, columns_of, norm_for, taken
+from cbatch.model.ops.shards import Made, Shards, columns_of, norm_for, taken
 from cbatch.model.weight import Norm, Weight
 from cbatch.runtime.kv_cache import LayerShape, as_bytes, as_stored
 
@@ -71,6 +71,15 @@ class PrepareHeads(Operation):
     norms: HeadNorms = HeadNorms()
     clip: float = 0.0
 
+    @property
+    def parts(self) -> tuple[tuple[Norm | None, int, int], ...]:
+        """Norm, number and width of the heads of queries, of keys and of values, side by side in the source."""
+        norms, shape = self.norms, self.shape
+        query = norms.query, self.heads, shape.key_dim
+        if not self.stores:
+            return query, (None, 0, shape.key_dim), (None, 0, shape.value_dim)
+        return query, (norms.key, shape.heads, shape.key_dim), (norms.value, shape.heads, shape.value_dim)
+
     def on_shard(self, shards: Shards) -> Made:
         query, source = shards.written(self.query), shards.read(self.source)
         query.take()
@@ -78,19 +87,20 @@ class PrepareHeads(Operation):
         if heads is None:
             source.need_all()
             return lambda: (self,)
-        parts = self._parts_of(heads)
-        columns = torch.cat([start + part for start, part in parts])
+        starts = list(accumulate((number * width for _, number, width in self.parts), initial=0))
+        ranges = (heads.queries, *[heads.keys if self.stores else range(0)] * 2)
+        own = [columns_of(some, width) for some, (_, _, width) in zip(ranges, self.parts, strict=True)]
+        columns = torch.cat([start + part for start, part in zip(starts, own, strict=False)])
         source.need(lambda: columns)
-        given = (self.norms.query, self.norms.key, self.norms.value)
-        own = [norm_for(norm, part) for norm, (_, part) in zip(given, parts, strict=True)]
-        norms, across = HeadNorms(own[0], own[1], own[2], last=self.norms.last), list[Operation]()
+        query_norm, key_norm, value_norm = (norm_for(one[0], part) for one, part in zip(self.parts, own, strict=True))
+        norms, across = HeadNorms(query_norm, key_norm, value_norm, last=self.norms.last), list[Operation]()
         if self.norms.by_row:
             norms, copies = HeadNorms(), max(shards.part.size // self.shape.heads, 1)
-            sizes = ((0, self.heads, 1), (len(parts[0][1]), self.shape.heads, copies))
-            for norm, (_, part), (start, number, held) in zip(own, parts, sizes, strict=False):
-                if norm is not None:
-                    width = number * self.shape.key_dim
-                    across.append(NormAcross(self.source, norm, start, part, width, copies=held))
+            if query_norm is not None:
+                across.append(NormAcross(self.source, query_norm, 0, own[0], starts[1]))
+            if key_norm is not None:
+                width = starts[2] - starts[1]
+                across.append(NormAcross(self.source, key_norm, len(own[0]), own[1], width, copies=copies))
 
         def made() -> tuple[Operation, ...]:
             source.start_of(columns)
@@ -98,13 +108,6 @@ class PrepareHeads(Operation):
             return *across, replace(self, heads=len(heads.queries), shape=shape, norms=norms)
 
         return made
-
-    def _parts_of(self, heads: Heads) -> list[tuple[int, Tensor]]:
-        """Where queries, keys and values begin in the source, and the columns of heads among those of each."""
-        shape, stored = self.shape, heads.keys if self.stores else range(0)
-        starts = accumulate([self.heads * shape.key_dim, shape.heads * shape.key_dim], initial=0)
-        widths = (heads.queries, shape.key_dim), (stored, shape.key_dim), (stored, shape.value_dim)
-        return [(start, columns_of(*one)) for start, one in zip(starts, widths, strict=True)]
 
     def on_cpu(self, layout: CpuLayout) -> None:
         norms, source = self.norms, layout.read(self.source)
@@ -119,23 +122,17 @@ class PrepareHeads(Operation):
 
     def load(self, weights: DeviceWeights) -> tuple[list[tuple[slice, NormWeights]], tuple[NormWeights, ...]]:
         """Norms of all heads of a row together, with their columns; and those of each head by itself."""
-        norms, shape = self.norms, self.shape
-        parts = [(norms.query, self.heads, shape.key_dim)]
-        parts += [
-            (one if self.stores else None, shape.heads, dim)
-            for one, dim in ((norms.key, shape.key_dim), (norms.value, shape.value_dim))
-        ]
-        if not norms.by_row:
-            return [], tuple(weights.head_norm(norm, dim) for norm, _, dim in parts)
-        if norms.last or self.clip:
+        if not self.norms.by_row:
+            return [], tuple(weights.head_norm(norm, width) for norm, _, width in self.parts)
+        if self.norms.last or self.clip:
             raise UnsupportedConfig("its heads are normed together after the rotation, or after a clip")
-        ends = accumulate(heads * dim for _, heads, dim in parts)
+        ends = accumulate(number * width for _, number, width in self.parts)
         by_row = [
-            (slice(end - heads * dim, end), weights.norm(norm))
-            for (norm, heads, dim), end in zip(parts, ends, strict=True)
+            (slice(end - number * width, end), weights.norm(norm))
+            for (norm, number, width), end in zip(self.parts, ends, strict=True)
             if norm is not None
         ]
-        return by_row, tuple(weights.head_norm(None, dim) for _, _, dim in parts)
+        return by_row, tuple(weights.head_norm(None, width) for _, _, width in self.parts)
 
     def run(self, step: Step, weights: Any, *, source: Tensor, query: Tensor) -> None:
         by_row, norms = weights
@@ -162,9 +159,8 @@ def prepare_heads(
     """
     if one.clip:
         qkv = qkv.clamp(-one.clip, one.clip)
-    shape, stored = one.shape, one.shape.heads if one.stores else 0
-    sizes = [one.heads * shape.key_dim, stored * shape.key_dim, stored * shape.value_dim]
-    new_query, new_keys, new_values = torch.split(qkv, sizes, dim=1)
+    shape = one.shape
+    new_query, new_keys, new_values = torch.split(qkv, [number * width for _, number, width in one.parts], dim=1)
     prepared = _prepared(new_query.view(len(qkv), -1, shape.key_dim), norms[0], one, positions)
     if positions.query_scales is not None:
         prepared = prepared * positions.query_scales[:, None, None]

@@ -73,9 +73,8 @@ class ShortConvolution(Operation):
             assert start is not None
             weight, bias = (None if one is None else taken((one,), own)[0] for one in (self.weight, self.bias))
             assert weight is not None
-            return (
-                replace(self, weight=weight, bias=bias, start=start, input_gate=gates[0], output_gate=gates[1]),
-            )  # fmt: skip
+            mine = replace(self, weight=weight, bias=bias, start=start, input_gate=gates[0], output_gate=gates[1])
+            return (mine,)
 
         return made
 

@@ -214,23 +214,20 @@ class CpuLayout:
     def floats(self, name: str, columns: int) -> Buffer:
         """A buffer of float32 that is written next, whose columns are padded for products."""
         width = pad_columns(columns)
-        if (name, width) not in self._places:
-            self._places[name, width] = self.float_columns
-            self.float_columns += width
-        return self._written(name, columns, width)
+        start = self._places.setdefault((name, width), self.float_columns)
+        self.float_columns = max(self.float_columns, start + width)
+        return self._written(name, columns, (start, width))
 
     def elements(self, name: str, columns: int, width: int | None = None) -> Buffer:
         """A buffer of what goes into products that is written next.  width: with its padding, if it has any"""
         width = columns if width is None else width
-        if (name, width) not in self._places:
-            self._places[name, width] = self.element_columns
-            self.element_columns += pad_columns(width)
-        return self._written(name, columns, width)
+        start = self._places.setdefault((name, width), self.element_columns)
+        self.element_columns = max(self.element_columns, start + pad_columns(width))
+        return self._written(name, columns, (start, width))
 
-    def _written(self, name: str, columns: int, width: int) -> Buffer:
-        self.used[name] = columns
-        self._buffers[name] = self._places[name, width], width
-        return self._buffers[name]
+    def _written(self, name: str, columns: int, buffer: Buffer) -> Buffer:
+        self.used[name], self._buffers[name] = columns, buffer
+        return buffer
 
     def norm(self, given: Norm | None) -> tuple[int, float, int, int]:
         """See `kernels.cpu.program.NORM`."""
@@ -265,7 +262,7 @@ class CpuLayout:
         depth:  of the rows that it is multiplied with, so many for each token
         format: how it is packed, if that is given
         """
-        columns = gated_columns(matrix.columns) if is_gated else pad_columns(matrix.columns)
+        columns = product_columns(matrix.columns, is_gated=is_gated)
         kind = self.format_of(matrix, is_head=is_head) if format is None else format
         self.deepest = max(self.deepest, depth)
         self.formats.add(kind)
@@ -291,7 +288,7 @@ class CpuLayout:
 
         Gives the place of the first `matrix`, the `stride` of matrices, in bytes, and that of biases, in `columns`.
         """
-        columns = gated_columns(matrices[0].columns) if is_gated else pad_columns(matrices[0].columns)
+        columns = product_columns(matrices[0].columns, is_gated=is_gated)
         kind = self.format_of(*matrices)
         places = [self.matrix(matrix, depth, is_gated=is_gated, rows=top_k, format=kind) for matrix in matrices]
         return {"matrix": places[0], "stride": matrix_bytes(kind, columns, depth), "columns": columns}
@@ -306,7 +303,7 @@ class CpuLayout:
             bias = factor * torch.cat([bias.read(tensors[bias.name]).float() for bias in matrix.biases])
             return interleaved(bias[:, None])[:, 0] if is_gated else bias
 
-        return self.numbers(gated_columns(columns) if is_gated else pad_columns(columns), read)
+        return self.numbers(product_columns(columns, is_gated=is_gated), read)
 
     def format_of(self, *matrices: Matrix, is_head: bool = False) -> int:
         """How matrices are packed that have one format."""
@@ -396,9 +393,9 @@ def _part_rows(matrix: Matrix, first: int, stop: int) -> list[tuple[Weight, int,
     return parts
 
 
-def gated_columns(columns: int) -> int:
-    """Columns of gate and up, once both are padded to whole halves of tiles."""
-    return 2 * -(-columns // COLUMNS) * LANES
+def product_columns(columns: int, *, is_gated: bool) -> int:
+    """Columns of a product, padded to whole tiles; those of gate and up each to whole halves of tiles."""
+    return 2 * -(-columns // COLUMNS) * LANES if is_gated else pad_columns(columns)
 
 
 def unpadded(columns: int) -> int:

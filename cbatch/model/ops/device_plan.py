@@ -28,6 +28,9 @@ from cbatch.runtime.process_group import ProcessGroup
 
 _MOST_ADDENDS = 2
 
+ADDED = "(added)"
+"""The buffer `HiddenStates.added`."""
+
 
 class Buffer(NamedTuple):
     """A tensor [T, width] of a step.  is_float: of float32, because it is added to; else of the model's type"""
@@ -80,8 +83,8 @@ class Step:
 
     def __getitem__(self, buffer: Buffer) -> Tensor:
         """The memory of a buffer, which every layer uses again."""
-        if buffer.name == RESIDUAL:
-            return self.hidden.residual
+        if buffer.name in (RESIDUAL, ADDED):
+            return self.hidden.residual if buffer.name == RESIDUAL else self.hidden.added
         if buffer not in self.buffers:
             added = self.hidden.added
             dtype = torch.float32 if buffer.is_float else added.dtype
@@ -97,15 +100,11 @@ Begin = Callable[[Step], tuple[Embedding, Tensor]]
 
 
 class Pending(NamedTuple):
-    """A sum that the residual still waits for.  buffer: None for `HiddenStates.added`"""
+    """A sum that the residual still waits for."""
 
-    buffer: Buffer | None
+    buffer: Buffer
     factor: float
     norm: NormWeights | None = None
-
-    def addend(self, step: Step) -> Addend:
-        value = step.hidden.added if self.buffer is None else step[self.buffer]
-        return Addend(value, self.factor, self.norm)
 
 
 class DeviceHead(NamedTuple):
@@ -238,9 +237,17 @@ class DevicePlan:
             if begins is not None:
                 embed_and_norm(step.ops, *begins(step), step.inputs.position_ids, residual, norm, out)
             else:
-                add_and_norm(step.ops, residual, tuple(one.addend(step) for one in pending), norm, out)
+                addends = tuple(Addend(step[one.buffer], one.factor, one.norm) for one in pending)
+                add_and_norm(step.ops, residual, addends, norm, out)
 
         self.calls.append(run)
+
+    def added(self, columns: int, factor: float) -> Buffer:
+        """The buffer of a product that is added to the residual."""
+        self.make_room()
+        is_first = all(one.buffer.name != ADDED for one in self.pending)
+        self.pending.append(Pending(Buffer(ADDED if is_first else "(second addend)", columns), factor))
+        return self.pending[-1].buffer
 
     def make_room(self, *, for_norm: bool = False) -> None:
         """For one more thing to be added to the residual. Only the first of several may have a norm."""

@@ -94,14 +94,14 @@ class Embed(Operation):
 
         def look_up_first(step: Step) -> tuple[Embedding, Tensor]:
             ids, found = step.ids, step[buffer]
-            elsewhere = None if first is None else (ids < first) | (ids >= first + count)
-            if first is not None and elsewhere is not None:
+            if first is not None:
+                elsewhere = (ids < first) | (ids >= first + count)
                 ids = torch.where(elsewhere, 0, ids - first)
             if isinstance(table, QuantizedMatrix):
                 look_up(step.ops, table, ids, found)
             else:
                 torch.index_select(table, 0, ids, out=found)
-            if elsewhere is not None:
+            if first is not None:
                 step.all_reduce(found.masked_fill_(elsewhere[:, None], 0))
             rows = torch.arange(len(ids), device=ids.device)
             return Embedding(found, self.scale, positions, self.position_offset), rows

@@ -187,16 +187,11 @@ class Experts(Operation):
         expert_linear(ops, source, routing, up, first, gathers=True, weighs=self.weigh_input)
         activate(ops, first, activation, second)
         expert_linear(ops, second, routing, down, last, gathers=False, weighs=False)
-        if not self.is_summed:
-            combine(ops, last, routing, self.factor, target, weighs=not self.weigh_input, add=self.add)
-            return
-        share = step[Buffer("(share of experts)", self.down[0].columns)]
-        combine(ops, last, routing, self.factor, share, weighs=not self.weigh_input, add=False)
-        step.all_reduce(share)
-        if self.add:
-            target.add_(share)
-        else:
-            target.copy_(share)
+        out = step[Buffer("(share of experts)", self.down[0].columns)] if self.is_summed else target
+        combine(ops, last, routing, self.factor, out, weighs=not self.weigh_input, add=self.add and not self.is_summed)
+        if self.is_summed:
+            step.all_reduce(out)
+            target.copy_(target + out if self.add else out)
 
 
 @device_kernel("experts:route", waits=True)

@@ -34,10 +34,8 @@ class Gather(Operation):
 
     def on_shard(self, shards: Shards) -> Made:
         own = shards.written(self.target).take()
-        columns, sources = (
-            self.columns if own is None else self.columns[own],
-            [shards.read(name) for name in self.sources],
-        )
+        columns = self.columns if own is None else self.columns[own]
+        sources = [shards.read(name) for name in self.sources]
         parts = list(zip(sources, accumulate((source.width for source in sources), initial=0), strict=False))
 
         def within(source: Columns, start: int) -> Tensor:

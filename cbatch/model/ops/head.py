@@ -12,7 +12,7 @@ from cbatch.kernels.cpu.program import instruction
 from cbatch.kernels.cpu.sampling import argmax
 from cbatch.kernels.cpu.work_queue import Worker, claimed
 from cbatch.model.ops.cpu_layout import CpuLayout
-from cbatch.model.ops.device_plan import DeviceHead, DevicePlan
+from cbatch.model.ops.device_plan import ADDED, DeviceHead, DevicePlan
 from cbatch.model.ops.linear import product
 from cbatch.model.ops.normalize import norm_rows
 from cbatch.model.ops.operation import Operation, operation
@@ -51,7 +51,7 @@ class Head(Operation):
 
     def on_device(self, plan: DevicePlan) -> None:
         weights, added = plan.weights, None
-        if [(each.buffer, each.norm) for each in plan.pending] == [(None, None)]:
+        if [(each.buffer.name, each.norm) for each in plan.pending] == [(ADDED, None)]:
             added = plan.pending.pop().factor
         plan.flush()
         lm_head = weights.output_head(self.matrix)

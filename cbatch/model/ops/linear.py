@@ -25,9 +25,9 @@ from cbatch.kernels.cpu.program import (
 )
 from cbatch.kernels.cpu.work_queue import Worker
 from cbatch.model.config import UnsupportedConfig
-from cbatch.model.ops.cpu_layout import CpuLayout, gated_columns
+from cbatch.model.ops.cpu_layout import CpuLayout, product_columns
 from cbatch.model.ops.device_kernel import device_kernel
-from cbatch.model.ops.device_plan import Buffer, DevicePlan, Pending, Run, Step
+from cbatch.model.ops.device_plan import Buffer, DevicePlan, Run, Step
 from cbatch.model.ops.operation import Operation, operation, reads, writes
 from cbatch.model.ops.products import multiply
 from cbatch.model.ops.shards import Made, Shards
@@ -102,7 +102,7 @@ class Linear(Operation):
         matrix = layout.matrix(self.matrix, depth, is_gated=mode == GATED, factor=self.factor)
         added, columns, places = target, self.matrix.columns, layout.adapted.get(self)
         if places is not None and act is not None:  # adapters add in front of the activation
-            added = layout.floats(PRODUCT, gated_columns(columns) if act.gated else columns)
+            added = layout.floats(PRODUCT, product_columns(columns, is_gated=act.gated))
         layout.add(
             product, source=(source, depth), target=added, matrix=matrix, activation=activation,
             mode=mode if added is target else WRITE, is_logits=False,
@@ -116,29 +116,22 @@ class Linear(Operation):
     def on_device(self, plan: DevicePlan) -> Run:
         source, (matrix, bias) = plan.read(self.source), plan.weights.linear(self.matrix)
         columns = self.matrix.columns
-        if self.target == RESIDUAL and self.add and self.activation is None:
-            plan.make_room()
-            place = Buffer("(second addend)", columns) if any(one.buffer is None for one in plan.pending) else None
-            plan.pending.append(Pending(place, self.factor))
-
-            def run_before_norm(step: Step) -> None:
-                out = step.hidden.added if place is None else step[place]
-                multiply(step.ops, step[source], matrix, bias, out)
-                step.adapt(self, source, out)
-                if self.is_summed:
-                    step.all_reduce(out)
-
-            return run_before_norm
         activation = None if self.activation is None else plan.weights.activation(self.activation)
-        target, product = plan.written(self.target, self.width), Buffer(PRODUCT, columns)
-        is_direct = activation is None and not (self.add or target.is_float or self.factor != 1)
+        if self.target == RESIDUAL and self.add and activation is None:
+            target = product = plan.added(columns, self.factor)
+        else:
+            target = plan.written(self.target, self.width)
+            is_direct = activation is None and not (self.add or target.is_float or self.factor != 1)
+            product = target if is_direct else Buffer(PRODUCT, columns)
 
         def run(step: Step) -> None:
-            found = step[target if is_direct else product]
+            found = step[product]
             multiply(step.ops, step[source], matrix, bias, found)
             step.adapt(self, source, found)
             if self.is_summed:
                 step.all_reduce(found)
+            if product is target:
+                return
             if activation is not None:
                 is_last = not self.add and self.factor == 1
                 activated = step[target] if is_last else step[Buffer(ACTIVATED_PRODUCT, self.width)]

@@ -142,7 +142,8 @@ class Shards:
         self.caches: list[LayerShape] = list(program.caches)
         self.states: list[StateShape] = list(program.states)
         self.heads: dict[int, Heads | None] = {}
-        self._columns: dict[str, Columns] = {RESIDUAL: _whole(program.hidden_size)}
+        self._columns = {RESIDUAL: Columns(program.hidden_size)}
+        self._columns[RESIDUAL].need_all()
         self._widths = _widths_of(program)
         self.embedding = self.rows_of(program.embedding)
 
@@ -275,12 +276,6 @@ def norm_for(norm: Norm | None, columns: Tensor) -> Norm | None:
 def shard_of(program: Program, part: Part, grain: Grain) -> Program:
     """The program of one of several processes. Raises UnsupportedConfig for what cannot be cut."""
     return Shards(program, part, grain).program()
-
-
-def _whole(width: int) -> Columns:
-    columns = Columns(width)
-    columns.need_all()
-    return columns
 
 
 def _widths_of(program: Program) -> list[dict[str, int]]:
