@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -75,8 +74,9 @@ class PendingSample:
         self._constrained_rows = _constrained_rows(sequences)
         self._masks = masks
         self._sampled: SampledTokens | None = None
-        self._logprobs: RowLogprobs | None = None
-        self._others: RowLogprobs | None = None
+        self._logprobs: PendingLogprobs | None = None
+        self._logprob_rows: list[int] = []
+        """Rows whose tokens `_logprobs` has, then those whose alternatives it has."""
         if sequences:
             values, argmax, sampled = logits
             row_masks = None
@@ -90,10 +90,7 @@ class PendingSample:
                 self._sampled = sampler.sample(values, sequences, positions, argmax, row_masks)
             rows = [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
             if rows:
-                guides = {row: guide for row in rows if (guide := sequences[row].guide) is not None}
-                others = {row: guide.alternative for row, guide in guides.items() if guide.alternative is not None}
-                self._logprobs = _begin_logprobs(sequences, logits.values, rows, self._sampled.tokens)
-                self._others = _begin_logprobs(sequences, logits.values, list(others), list(others.values()))
+                self._begin_logprobs(logits.values, rows, self._sampled.tokens)
 
     @property
     def in_flight_tokens(self) -> InFlightTokens:
@@ -125,12 +122,26 @@ class PendingSample:
             is_scored = sequence.scores_prompt and sequence.num_generated == 0
             if is_scored and any(math.isnan(one.logprob) for one in (*sequence.scored, *now.get(sequence, ()))):
                 wrong[row] = NAN
-        logprobs, others = (one.get() if one is not None else {} for one in (self._logprobs, self._others))
+        found = self._logprobs.get() if self._logprobs is not None else ()
+        logprobs, others = dict[int, TokenLogprobs](), dict[int, TokenLogprobs]()
+        for row, one in zip(self._logprob_rows, found, strict=True):
+            (others if row in logprobs else logprobs)[row] = one
         samples = [
             Sample(token, logprobs.get(row), error, others.get(row))
             for row, (token, error) in enumerate(zip(token_ids, wrong, strict=True))
         ]
         return StepResult(samples, scores)
+
+    def _begin_logprobs(self, logits: Tensor, rows: list[int], tokens: Tensor) -> None:
+        """Of the tokens of these rows, and of their alternatives.  tokens: of all rows, on the device"""
+        guides = {row: guide for row in rows if (guide := self._sequences[row].guide) is not None}
+        others = {row: guide.alternative for row, guide in guides.items() if guide.alternative is not None}
+        self._logprob_rows = [*rows, *others]
+        chosen = _pick(tokens, np.array(rows))
+        if others:
+            chosen = torch.cat([chosen, *to_device([np.array(list(others.values()), np.int64)], logits.device)])
+        counts = [self._sequences[row].params.logprobs or 0 for row in self._logprob_rows]
+        self._logprobs = PendingLogprobs(_pick(logits, np.array(self._logprob_rows)), chosen, counts)
 
 
 def grammar_places(scheduled: SchedulerOutput) -> list[Place]:
@@ -188,31 +199,6 @@ def _begin_scores(scheduled: SchedulerOutput, logits: Tensor) -> PendingLogprobs
         token_ids += sequence.token_ids[places.start + 1 : places.stop + 1]
         counts += [sequence.params.prompt_logprobs or 0] * len(places)
     return PendingLogprobs(logits, to_device([np.array(token_ids, np.int64)], logits.device)[0], counts)
-
-
-def _begin_logprobs(
-    sequences: list[TokenSequence], logits: Tensor, rows: list[int], tokens: Tensor | list[int]
-) -> RowLogprobs | None:
-    """tokens: those of all rows, on the device, or those of these rows"""
-    if not rows:
-        return None
-    places, counts = np.array(rows), [sequences[row].params.logprobs or 0 for row in rows]
-    if isinstance(tokens, Tensor):
-        chosen = _pick(tokens, places)
-    else:
-        (chosen,) = to_device([np.array(tokens, np.int64)], logits.device)
-    return RowLogprobs(rows, PendingLogprobs(_pick(logits, places), chosen, counts))
-
-
-class RowLogprobs(NamedTuple):
-    """Log-probabilities of one token in each of some rows."""
-
-    rows: list[int]
-    pending: PendingLogprobs
-
-    def get(self) -> dict[int, TokenLogprobs]:
-        """Waits for them."""
-        return dict(zip(self.rows, self.pending.get(), strict=True))
 
 
 class PendingLogprobs:
