@@ -235,17 +235,10 @@ system drops when it needs memory (https://docs.kernel.org/admin-guide/cgroup-v2
 
 def free_cgroup_bytes() -> int:
     """Bytes that are free within the narrowest limit of this process's container or group; sys.maxsize without one."""
-    return min(_free_in_groups(), default=sys.maxsize)
-
-
-def _free_in_groups() -> Iterator[int]:
-    for folder, files in product(control_groups("memory"), _FILES):
+    free = sys.maxsize
+    for group, (limit, taken, files) in product(control_groups("memory"), _FILES):
         with suppress(OSError, ValueError):  # no such folder here, or no limit
-            yield _free_in(folder, *files)
-
-
-def _free_in(group: Path, limit: str, taken: str, files: str) -> int:
-    """Raises ValueError if there is no limit, and OSError if the folder is none of a group."""
-    most, now = (int((group / name).read_text()) for name in (limit, taken))
-    statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    return max(most - now + int(statistics.get(files, 0)), 0)
+            most, now = (int((group / name).read_text()) for name in (limit, taken))
+            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            free = min(free, max(most - now + int(statistics.get(files, 0)), 0))
+    return free
