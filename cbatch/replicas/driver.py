@@ -145,15 +145,14 @@ class KeyMaking(Job):
         shared.begin(self)
         try:
             while True:
-                for piece in islice(source, max(PIECES_AHEAD * max(shared.num_alive, 1) - len(ahead), 0)):
-                    ahead.append(piece)
-                    with shared.changed:
-                        self._waiting.append(piece)
-                        shared.changed.notify_all()
+                new = list(islice(source, max(PIECES_AHEAD * max(shared.num_alive, 1) - len(ahead), 0)))
+                ahead += new
                 if not ahead:
                     return
                 piece = ahead.popleft()
                 with shared.changed:
+                    self._waiting += new
+                    shared.changed.notify_all()
                     while piece.keys is None:
                         if error := piece.error or shared.failure:
                             raise error
