@@ -336,35 +336,25 @@ _MAX_STREAMS = 32
 """Streams of a device that torch gives to everybody in turn: the next one is the first again."""
 
 
-class _CaptureStream:
-    """A stream of torch that no other living capturer has, nor any graph of one.
+class GraphCapturer:
+    """Captures what a function launches on the GPU; returns a function that replays it.
 
-    A graph that is freed clears the cuBLAS workspaces of the stream it was captured on, into which the graphs of
-    another would be replayed (https://github.com/pytorch/pytorch/issues/193402).
+    stream: of torch, which no other living capturer has, nor any graph of one. A graph that is freed clears the cuBLAS
+            workspaces of the stream it was captured on, into which the graphs of another would be replayed
+            (https://github.com/pytorch/pytorch/issues/193402)
     """
 
     def __init__(self, device: torch.device) -> None:
         """Raises RuntimeError if others have all streams."""
+        self._memory: Any = None
         for _ in range(_MAX_STREAMS):
             self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            if _capture_streams.setdefault((device, self.stream.cuda_stream), self) is self:
+            if _capturers.setdefault((device, self.stream.cuda_stream), self) is self:
                 return
         raise RuntimeError(f"all {_MAX_STREAMS} streams of {device} belong to graphs of other engines")
 
-
-_capture_streams: WeakValueDictionary[tuple[torch.device, int], _CaptureStream] = WeakValueDictionary()
-"""Those of the process, by device and handle."""
-
-
-class GraphCapturer:
-    """Captures what a function launches on the GPU; returns a function that replays it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._owned = _CaptureStream(device)
-        self._memory: Any = None
-
     def __call__(self, run: Run) -> Run:
-        stream = self._owned.stream
+        stream = self.stream
         before = torch.cuda.current_stream(stream.device)
         graph = torch.cuda.CUDAGraph()
         try:
@@ -379,13 +369,16 @@ class GraphCapturer:
             torch.cuda.set_stream(before)  # a capture that cannot be ended leaves its own stream current
             raise
         self._memory = graph.pool()  # the pool of the first capture that succeeded, for all
-        return partial(_replay, graph, self._owned)
+        return partial(_replay, graph, self)
 
 
-def _replay(graph: torch.cuda.CUDAGraph, _: _CaptureStream) -> None:
+def _replay(graph: torch.cuda.CUDAGraph, _: GraphCapturer) -> None:
     """Replays a graph, which keeps its stream from others for as long as it may be replayed."""
     graph.replay()
 
+
+_capturers: WeakValueDictionary[tuple[torch.device, int], GraphCapturer] = WeakValueDictionary()
+"""Those of the process, by device and handle of their stream."""
 
 _one_at_a_time = threading.Lock()
 """Held during a capture, by all engines of the process."""

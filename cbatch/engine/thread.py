@@ -70,8 +70,6 @@ class EngineThread:
         """Whether the thread executes no more commands; whoever sends one does that then."""
         self._close_engine = False
         self._requests: dict[int, Request] = {}
-        self._orphaned: list[int] = []
-        """Requests that ended when the engine failed, and that the engine still holds."""
         self._thread = threading.Thread(target=self._run, name="cbatch-engine", daemon=True)
         engine.release_thread()
         try:
@@ -163,10 +161,9 @@ class EngineThread:
         self._is_over = True
         try:
             self._empty_inbox()
-            for request_id in (*requests, *self._orphaned):
+            for request_id in requests:
                 self.engine.cancel(request_id)
         finally:
-            self._orphaned = []
             for request in requests.values():
                 self._reject(request, RequestError("cancelled", CLOSED))
 
@@ -299,9 +296,7 @@ class EngineThread:
             for event in self.engine.flush():
                 self._deliver(event)
         self.failure = error
-        requests, self._requests = self._requests, {}
-        self._orphaned += requests
-        for request in requests.values():
+        for request in self._requests.values():  # the engine holds them until the end
             self._reject(request, _engine_failed(error))
 
 

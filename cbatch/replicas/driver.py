@@ -86,8 +86,9 @@ class ReplicaDriver(AbstractContextManager["ReplicaDriver"]):
         return self._shared.failure is not None
 
     def stats(self) -> EngineStats:
-        living = [stats for supervisor in self._supervisors for stats in supervisor.living_stats()]
-        return total_stats(living, [supervisor.past_stats for supervisor in self._supervisors])
+        each = self.each()
+        others = [one.stats for one in each if one.state != "running"]
+        return total_stats([one.stats for one in each if one.state == "running"], others)
 
     def each(self) -> Sequence[ReplicaStatus]:
         return [supervisor.status() for supervisor in self._supervisors]

@@ -163,10 +163,7 @@ class Life:
 
 
 class Supervisor:
-    """Runs the lives of one replica, one after the other, on a thread of its own.
-
-    past_stats: sums over the lives that have ended
-    """
+    """Runs the lives of one replica, one after the other, on a thread of its own."""
 
     def __init__(
         self,
@@ -184,7 +181,8 @@ class Supervisor:
         self._state: ReplicaState = "starting"
         self._connection: ReplicaConnection | None = None
         self._life: Life | None = None
-        self.past_stats = total_stats(())
+        self._past_stats = total_stats(())
+        """Sums over the lives that have ended."""
         self._rows = self._copies = self._deaths = 0
         self._futile_lives = self._lives_without_row = 0
         self._problem = ""
@@ -197,15 +195,11 @@ class Supervisor:
                 connection.kill()
 
     def status(self) -> ReplicaStatus:
-        rows, copies = self._rows, self._copies
+        rows, copies, living = self._rows, self._copies, list[EngineStats]()
         if (life := self._life) is not None:
-            rows, copies = rows + life.num_rows, copies + life.num_copies
-        stats = total_stats(self.living_stats(), [self.past_stats])
+            rows, copies, living = rows + life.num_rows, copies + life.num_copies, [life.stats]
+        stats = total_stats(living, [self._past_stats])
         return ReplicaStatus(self.name, self._state, stats, rows, copies, self._deaths, self._problem)
-
-    def living_stats(self) -> list[EngineStats]:
-        """Figures of the life that goes on, if there is one."""
-        return [life.stats] if (life := self._life) is not None else []
 
     def _run(self) -> None:
         try:
@@ -301,7 +295,7 @@ class Supervisor:
     def _end_life(self) -> None:
         life, connection = self._life, self._connection
         if life is not None:
-            self.past_stats, self._life = total_stats((), [self.past_stats, life.stats]), None
+            self._past_stats, self._life = total_stats((), [self._past_stats, life.stats]), None
             self._rows += life.num_rows
             self._copies += life.num_copies
         if life is not None and life.num_rows:

@@ -383,7 +383,7 @@ def test_a_capture_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
         capture(fail)
     for _ in range(2):
         capture(lambda: None)()
-    stream = capture._owned.stream
+    stream = capture.stream
     first, after_failure, second, replayed, third, _ = seen
     assert first == second == (True, None, stream, "thread_local", False) and after_failure == "stream before"
     assert third == (True, "pool", stream, "thread_local", False) and replayed == "replayed" and gc.isenabled()
@@ -398,9 +398,9 @@ def test_graphs_of_living_engines_never_share_a_stream() -> None:
 
         replay = capturer()(lambda: None)  # its capturer is gone, and its graph is not
         others = [capturer() for _ in range(31)]
-        streams = {replay.args[1].stream.cuda_stream, *(one._owned.stream.cuda_stream for one in others)}
+        streams = {replay.args[1].stream.cuda_stream, *(one.stream.cuda_stream for one in others)}
         assert len(streams) == 32
         with pytest.raises(RuntimeError, match="all 32 streams of cuda:0 belong to graphs of other engines"):
             capturer()
-        free = others.pop(7)._owned.stream.cuda_stream
-        assert capturer()._owned.stream.cuda_stream == free
+        free = others.pop(7).stream.cuda_stream
+        assert capturer().stream.cuda_stream == free
