@@ -94,7 +94,8 @@ def read_processors(root: Path = ROOT) -> Processors:
     nodes = {number: _cpus(devices / f"system/node/node{number}/cpulist", fast) for number in numbers}
     nodes = {number: cpus for number, cpus in nodes.items() if cpus} or {0: fast}
     cores = {number: _cores(devices / "system/cpu", cpus) for number, cpus in nodes.items()}
-    return Processors(cores, _quota(root), len(usable))
+    quota = min(map(_limit, control_groups("cpu", root)), default=math.inf)  # of its groups and of those above them
+    return Processors(cores, quota, len(usable))
 
 
 def _cores_elsewhere(num_cpus: int) -> Iterator[Core]:
@@ -146,11 +147,6 @@ def _free_bytes(root: Path, node: int) -> int:
         kilobytes = {name: int(number) for name, number in re.findall(r"(\w+): +(\d+) kB", text)}
         return 1024 * (kilobytes["MemFree"] + kilobytes["FilePages"] - kilobytes["Shmem"])
     return 0
-
-
-def _quota(root: Path) -> float:
-    """The least limit of CPU time, in cores, of this process's control groups and of those above them."""
-    return min((_limit(folder) for folder in control_groups("cpu", root)), default=math.inf)
 
 
 def control_groups(controller: str, root: Path = ROOT) -> Iterator[Path]:
