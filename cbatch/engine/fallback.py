@@ -184,6 +184,7 @@ def _listed(kernels: Iterable[str]) -> str:
 def _first_that_agrees(best: Execution, block_size: int) -> tuple[Execution, str]:
     """The first that agrees, and why the one before it does not; that is empty for the best one."""
     from cbatch.engine.kernel_checks.all_checks import ModelChecks, without_kernels
+    from cbatch.model.cuda import CudaModel
 
     checks = ModelChecks(best, block_size)
     if reason := _first_problem(checks.attention_kernels()):
@@ -195,22 +196,14 @@ def _first_that_agrees(best: Execution, block_size: int) -> tuple[Execution, str
             if still_wrong := _first_problem([checks.step_by_torch()]):
                 return _by_torch(best), still_wrong
             return replace(best, model=without_kernels(best.model, heads_first=True), graphs=False), failed.reason
-        chosen = _without(chosen, failed.kernel)
+        assert isinstance(chosen.model, CudaModel)
+        ops = replace(chosen.model.ops, without=chosen.model.ops.without | {failed.kernel})
+        chosen = replace(chosen, model=chosen.model.with_ops(ops), graphs=chosen.graphs and not ops.wait)
         checks = ModelChecks(chosen, block_size)
     if chosen.graphs and (reason := _first_problem(checks.captured_steps())):
         reasons.append(reason)
         chosen = replace(chosen, graphs=False)
     return chosen, " ".join(reasons)
-
-
-def _without(execution: Execution, kernel: str) -> Execution:
-    """The execution with torch in the place of a kernel of its model's layers."""
-    from cbatch.model.cuda import CudaModel
-
-    model = execution.model
-    assert isinstance(model, CudaModel)
-    ops = replace(model.ops, without=model.ops.without | {kernel})
-    return replace(execution, model=model.with_ops(ops), graphs=execution.graphs and not ops.wait)
 
 
 def _by_torch(best: Execution) -> Execution:
