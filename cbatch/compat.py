@@ -154,7 +154,7 @@ def keep_compiled(
     on_error: Callable[[Exception], None],
     why_not_trusted: Callable[[Path], str | None] = lambda folder: None,
 ) -> None:
-    """Keeps the machine code of a numba dispatcher or callback on disk, as `cache=True` does, with some differences.
+    """Keeps the machine code of a numba dispatcher on disk, as `cache=True` does, with some differences.
 
     Code of another `version` is not used; numba only asks whether the function's own file has changed, but a kernel
     inlines functions of many files. A damaged file, or code that another process saved under the same name, counts as
@@ -163,7 +163,7 @@ def keep_compiled(
     folder that is not trusted either, as `why_not_trusted` says: numba would run it.
 
     Private as of numba 0.68: `_index_key`, `_cache_path`, `_py_func`, `_load_overload` and `_impl_class` of
-    `FunctionCache`, and the attribute `_cache` of dispatchers and callbacks.
+    `FunctionCache`, and the attribute `_cache` of dispatchers.
     """
     from numba.core.caching import NullCache
 
@@ -269,7 +269,7 @@ def _machine_code() -> Any:
 
 
 def is_compiled(compiled: Any, signature: Any) -> bool:
-    """Whether `keep_compiled` has the code of a dispatcher or callback; True also if it cannot keep any.
+    """Whether `keep_compiled` has the code of a dispatcher; True also if it cannot keep any.
 
     signature: None for any
 
@@ -323,16 +323,11 @@ def _locked(path: str, wait_s: float = _LONGEST_WAIT_S) -> int | None:
             return -1
 
 
-def new_callback(function: Callable[..., Any], signature: Any, options: dict[str, Any]) -> Any:
-    """A numba callback, not compiled yet; `compile` makes its `address`.
+def compiled_address(compiled: Any, signature: Any) -> int:
+    """The address of a dispatcher's code for a signature, which is called with numbers, not with objects of Python.
 
-    `numba.cfunc` compiles at once, before a cache can be set, and ignores most options. Private as of
-    numba 0.68: the class `CFunc` and `sigutils.normalize_signature`.
+    Private as of numba 0.68: the library of an overload, and the name of its wrapper in function descriptors.
     """
-    from numba.core import sigutils
-    from numba.core.ccallback import CFunc
-
-    arguments, result = sigutils.normalize_signature(signature)
-    options = {"nopython": True, **options}
-    compiler = options.pop("pipeline_class")
-    return CFunc(function, (arguments, result), {}, options, compiler)
+    compiled.compile(signature)
+    overload = compiled.overloads[signature.args]
+    return int(overload.library.get_pointer_to_function(overload.fndesc.llvm_cfunc_wrapper_name))

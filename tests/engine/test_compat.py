@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numba import njit, types
 
-from cbatch.compat import NO_REFERENCE_COUNTS, compiled_once, compilers, keep_compiled, new_callback
+from cbatch.compat import NO_REFERENCE_COUNTS, compiled_address, compiled_once, compilers, keep_compiled
 
 
 def add_up(numbers: Any, total: Any) -> None:
@@ -79,16 +79,16 @@ def do_nothing(one: int, other: int) -> None:
     pass
 
 
-def test_numba_makes_callbacks_that_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards `CFunc` and `normalize_signature`: a callback is compiled after its cache was set, and has an address."""
+def test_numba_makes_code_that_is_called_by_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the wrapper for C of a dispatcher that Python cannot call: it is compiled, and found again on disk."""
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
-    options = {"pipeline_class": compilers().outer, **NO_REFERENCE_COUNTS}
+    options = {"pipeline_class": compilers().outer, "no_cpython_wrapper": True, **NO_REFERENCE_COUNTS}
     for hits in range(2):
-        callback = new_callback(do_nothing, types.void(types.int64, types.int64), options)
-        keep_compiled(callback, do_nothing, "1", on_error=lambda error: pytest.fail(str(error)))
-        callback.compile()
-        ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(callback.address)(1, 2)
-        assert callback.cache_hits == hits
+        compiled = njit(**options)(do_nothing)
+        keep_compiled(compiled, do_nothing, "1", on_error=lambda error: pytest.fail(str(error)))
+        address = compiled_address(compiled, types.void(types.int64, types.int64))
+        ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(address)(1, 2)
+        assert sum(compiled.stats.cache_hits.values()) == hits
 
 
 def test_numba_counts_no_references() -> None:

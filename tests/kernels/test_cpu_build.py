@@ -51,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where code is kept, for this process and those that it starts."""
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    for function in (jit._compiled, address_of):
+    for function in (jit._dispatcher, address_of):
         function.cache_clear()
     return tmp_path
 
@@ -72,7 +72,7 @@ def test_another_process_compiles(folder: Path, at_once: bool) -> None:
         building.compile([TRIPLE])
         wait_until(lambda: is_kept(TRIPLE), seconds=60)
     assert call(address_of(TRIPLE)) == 15
-    assert jit._compiled(TRIPLE).cache_hits == 1
+    assert not jit._dispatcher(TRIPLE).stats.cache_misses
 
 
 def test_another_process_compiles_an_entry(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,7 @@ def test_another_process_compiles_an_entry(folder: Path, monkeypatch: pytest.Mon
 
 def test_processes_share_the_work(folder: Path) -> None:
     """Guards the first start: nobody waits for a function that another compiles while there are others to compile."""
-    lock = os.open(jit._compiled(TRIPLE)._cache.lock_path, os.O_RDWR | os.O_CREAT)
+    lock = os.open(jit._dispatcher(TRIPLE)._cache.lock_path, os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)
     compile_free([TRIPLE])
     assert not is_kept(TRIPLE)
@@ -132,7 +132,7 @@ def test_nothing_depends_on_it(folder: Path, program: str, processes: int, monke
     with builders(processes) as building:
         building.compile([TRIPLE])
         assert call(address_of(TRIPLE)) == 15
-    assert jit._compiled(TRIPLE).cache_hits == 0 and is_kept(TRIPLE)
+    assert not jit._dispatcher(TRIPLE).stats.cache_hits and is_kept(TRIPLE)
 
 
 def test_a_frozen_program_starts_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,8 +71,7 @@ def by_types(choose: Function) -> Function:
 
 def entry(function: Function) -> Function:
     """A kernel that Python calls. It is compiled at its first call with arguments of new types, and kept on disk."""
-    compiled = njit(**_OUTER)(function)
-    _keep(compiled, function)
+    compiled = _kept(function)
     compile = compiled.compile
 
     def compile_and_say(signature: Any) -> Any:
@@ -95,7 +94,7 @@ class Part(NamedTuple):
 
 def is_kept(part: Part) -> bool:
     """Whether its code is on disk; also True if no code can be kept there."""
-    return compat.is_compiled(_compiled(part), part.signature)
+    return compat.is_compiled(_dispatcher(part), part.signature)
 
 
 def is_known(function: Any) -> bool:
@@ -106,15 +105,13 @@ def is_known(function: Any) -> bool:
 def compile_free(parts: Iterable[Part]) -> None:
     """Compiles those parts that are not kept, and that no other process compiles."""
     for part in parts:
-        if not is_kept(part) and not compat.is_being_compiled(_compiled(part)):
-            _compiled(part).compile(*[part.signature] * _is_entry(part))
+        if not is_kept(part) and not compat.is_being_compiled(_dispatcher(part)):
+            _dispatcher(part).compile(part.signature)
 
 
 @cache
 def address_of(part: Part) -> int:
-    compiled = _compiled(part)
-    compiled.compile()
-    return int(compiled.address)
+    return compat.compiled_address(_dispatcher(part), part.signature)
 
 
 def loop_address(loop: Any, *kinds: Any) -> int:
@@ -153,18 +150,11 @@ def code_size(function: Callable[..., Any]) -> int:
     return len(code.co_code) + sum(code_size(each.py_func) for each in called if hasattr(each, "py_func"))
 
 
-def _is_entry(part: Part) -> bool:
-    return hasattr(part.function, "py_func")
-
-
 @cache
-def _compiled(part: Part) -> Any:
-    """A callback is not compiled yet. Its machine code lives as long as it does."""
-    if _is_entry(part):
-        return part.function
-    compiled = compat.new_callback(part.function, part.signature, _OUTER)
-    _keep(compiled, part.function)
-    return compiled
+def _dispatcher(part: Part) -> Any:
+    """Its machine code lives as long as it does."""
+    function = part.function
+    return function if hasattr(function, "py_func") else _kept(function, no_cpython_wrapper=True)
 
 
 def _caller(result: Any, kind: Any) -> Any:
@@ -289,11 +279,14 @@ def _view(context: Any, builder: Any, kind: Any, source: Any, shape: Sequence[An
     return found._getvalue()
 
 
-def _keep(compiled: Any, function: Callable[..., Any]) -> None:
+def _kept(function: Callable[..., Any], **options: Any) -> Any:
+    """A dispatcher, not compiled yet, whose code is kept on disk."""
+    compiled = njit(**_OUTER, **options)(function)
     compat.keep_compiled(
         compiled, function, _sources(Path(inspect.getfile(function))), why_not_trusted=_why_not_trusted,
         on_error=lambda error: _warn_of_cache(str(error)),
     )  # fmt: skip
+    return compiled
 
 
 @cache
