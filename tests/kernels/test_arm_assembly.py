@@ -91,7 +91,7 @@ def test_products_stay_in_registers(
         monkeypatch.setattr(module, "CHOSEN", chosen)
     assert rows <= chosen.rows(panels=1)
     if isinstance(weights, str):
-        tile = microkernel._TileEmitter(types.float32 if weights == FLOAT else types.uint16, rows)
+        tile = microkernel._TileEmitter(weights == FLOAT, rows)
         code = assembly(target, chosen, [INT64] * 11, lambda *a: tile.emit(a[:2], a[2:7], a[7:9], a[9], a[10]))
     else:
         product = quantized._QuantizedEmitter(weights, left_bytes, rows)

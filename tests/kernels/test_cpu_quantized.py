@@ -121,7 +121,7 @@ def kind_of_loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(module, "CHOSEN", chosen)
     monkeypatch.setattr(loops, "MAX_ROWS", min(6, chosen.rows(panels=1)))
     monkeypatch.setattr(loops, "ROW_COUNTS", tuple(range(1, loops.MAX_ROWS + 1)))
-    monkeypatch.setattr(jit, "_keep", lambda *_: None)
+    monkeypatch.setattr(jit.compat, "keep_compiled", lambda *_, **__: None)
     loops.quantized_address.cache_clear()
     yield kind
     loops.quantized_address.cache_clear()

@@ -139,7 +139,7 @@ def _compute_scores(
                 if packed is None:
                     width = query.shape[1] * query.itemsize
                     of_query = Rows(query.ctypes.data + row * width, width)
-                    multiply_tile(kv.microkernel, scratch.stored[0, 0], of_query, columns, out, count, 0)
+                    multiply_tile(kv.microkernel, of_query, columns, out, count, 0)
                 else:
                     width, header = rounded.shape[1] * 2, headers.shape[1] * HEADER_BYTES
                     of_query = Rows(rounded.ctypes.data + row * width + group * 2, width)
@@ -183,7 +183,7 @@ def _accumulate_values(
             else:
                 size = weights.itemsize
                 left = Rows(weights.ctypes.data + (top * TILE_TOKENS + low) * size, TILE_TOKENS * size)
-                multiply_tile(kv.microkernel, scratch.stored[0, 0], left, columns, target, count, 1)
+                multiply_tile(kv.microkernel, left, columns, target, count, 1)
         for i in range(TILE_TOKENS // LANES):
             runs[i, 0] += 2 * width
             runs[i, 1] += 2 * width

@@ -22,7 +22,7 @@ from numba.extending import infer_getattr, intrinsic, lower_getattr_generic, ove
 
 import cbatch.kernels.cpu.instruction_sets  # noqa: F401  # before numba compiles anything
 from cbatch import compat
-from cbatch.kernels.cpu.emit import INT8, Value, emitted
+from cbatch.kernels.cpu.emit import INT8, INT64, PARTS, Value, emitted
 from cbatch.runtime.numba_setup import why_not_trusted
 
 _log = logging.getLogger("cbatch")
@@ -114,13 +114,12 @@ def address_of(part: Part) -> int:
     return compat.compiled_address(_dispatcher(part), part.signature)
 
 
-def loop_address(loop: Any, *kinds: Any) -> int:
-    """The address of a function of arguments of these types, and then of int64, that returns nothing.
+def loop_address(loop: Any, count: int) -> int:
+    """The address of a function of a tuple of so many int64 that returns nothing.
 
     It is compiled by itself: as a part of each kernel that calls it, it would be compiled that often.
     """
-    integers = [types.int64] * (loop.__code__.co_argcount - len(kinds))
-    return address_of(Part(loop, types.void(*kinds, *integers)))
+    return address_of(Part(loop, types.void(types.UniTuple(types.int64, count))))
 
 
 @contextmanager
@@ -157,25 +156,30 @@ def _dispatcher(part: Part) -> Any:
     return function if hasattr(function, "py_func") else _kept(function, no_cpython_wrapper=True)
 
 
-def _caller(result: Any, kind: Any) -> Any:
-    """Makes a function that calls another by its address (see `address_of`). result: its type, and that of LLVM"""
-
-    def call(context: Any, address: Any, arguments: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            function = ir.FunctionType(kind, [context.get_value_type(each) for each in arguments])
-            found = builder.call(
-                builder.inttoptr(args[0], function.as_pointer()), cgutils.unpack_tuple(builder, args[1])
-            )
-            return context.get_dummy_value() if result == types.void else found
-
-        return result(address, arguments), generate
-
-    return intrinsic(call)
+@emitted(types.void, types.int64, PARTS)
+def call_loop(address: Value, numbers: Any) -> None:
+    """Calls a loop by its address (see `loop_address`). numbers: int64, and tuples of them"""
+    builder, flat = address.builder, list[Any]()
+    for each in numbers:
+        flat += cgutils.unpack_tuple(builder, each.of) if isinstance(each.type, ir.Aggregate) else [each.of]
+    function = ir.FunctionType(ir.VoidType(), [ir.ArrayType(INT64, len(flat))])
+    builder.call(address.pointer(function), [cgutils.pack_array(builder, flat)])
 
 
-call_address, call_loop = _caller(types.int64, ir.IntType(64)), _caller(types.void, ir.VoidType())
-"""Of an address and a tuple of arguments, of exactly the types that it was compiled for: nothing here checks them (see
-`ThreadPool.compile`)."""
+@intrinsic  # type: ignore[untyped-decorator]
+def call_address(context: Any, address: Any, arguments: Any) -> Any:
+    """Calls a function that returns int64 by its address (see `address_of`).
+
+    arguments: a tuple, of exactly the types that it was compiled for: nothing here checks them (see
+               `ThreadPool.compile`)
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function = ir.FunctionType(INT64, [context.get_value_type(each) for each in arguments])
+        pointer = builder.inttoptr(args[0], function.as_pointer())
+        return builder.call(pointer, cgutils.unpack_tuple(builder, args[1]))
+
+    return types.int64(address, arguments), generate
 
 
 @emitted(types.voidptr, types.int64)

@@ -19,10 +19,8 @@ import platform
 from functools import cache
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.np.numpy_support import from_dtype
 
 from cbatch.kernels.cpu.emit import INT8, INT16, INT64, LANES, PARTS, Value, Variable, emitted, for_range, if_then
 from cbatch.kernels.cpu.instruction_sets import CHOSEN
@@ -87,7 +85,7 @@ def _configure(config: Variable, rows: list[Value], pairs: Value) -> None:
 
 def _emit_groups(left: Any, panels: Any, out: Any, rows: list[Value], groups: Value, add: Value) -> None:
     """Multiplies groups of rows, of one or two tiles each. rows: of each tile of a group"""
-    table, _, stride, depth = panels
+    table, _, stride, depth, _ = panels
     config = Variable(groups.constant(None, ir.ArrayType(INT8, 64)))
     columns = [(table + 8 * panel).read(INT64, align=8) for panel in (0, 1)]
     whole, rest, nothing = depth // _PAIRS, depth % _PAIRS, depth.constant(0)
@@ -139,8 +137,9 @@ def _emit_blocks(
         _call("tilestored64", add, tile, _pointer(place), out_stride)
 
 
-@emitted(types.void, PARTS, PARTS, PARTS, types.int64, types.int64)
-def _emit_loop(left: Any, panels: Any, out: Any, count: Value, add: Value) -> None:
+@emitted(types.void, PARTS)
+def _emit_loop(numbers: Any) -> None:
+    left, panels, out, (count, add) = numbers[:2], numbers[2:7], numbers[7:9], numbers[9:]
     groups, lanes = count // ROWS_AT_ONCE, count.constant(LANES)
     done = groups * ROWS_AT_ONCE
     rest = count - done
@@ -155,12 +154,8 @@ def _emit_loop(left: Any, panels: Any, out: Any, count: Value, add: Value) -> No
                 _emit_groups(there[0], panels, there[1], [rest], one, add)
 
 
-# Called by its address, like the loops of `microkernel.py`.
-def _amx_loop(
-    like: Any, left: int, left_stride: int, table: int, run: int, stride: int, depth: int, ahead: int, out: int,
-    out_stride: int, count: int, add: int,
-) -> None:  # fmt: skip
-    _emit_loop((left, left_stride), (table, run, stride, depth), (out, out_stride), count, add)
+def _amx_loop(numbers: Any) -> None:
+    _emit_loop(numbers)
 
 
 @cache
@@ -169,4 +164,4 @@ def amx_address() -> int:
 
     All of a panel has to lie in one run.
     """
-    return loop_address(_amx_loop, from_dtype(np.dtype(np.uint16)))
+    return loop_address(_amx_loop, 11)

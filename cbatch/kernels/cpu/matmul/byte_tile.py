@@ -113,25 +113,22 @@ class _Emitter:
         emit_for_panels(self.num_rows, not CHOSEN.pairs, add, emit_panels)
 
 
-@emitted(types.void, PARTS, PARTS, PARTS, PARTS, types.int64, types.int64)
-def _emit_loop(left: Any, headers: Any, panels: Any, out: Any, count: Value, add: Value) -> None:
+@emitted(types.void, PARTS)
+def _emit_loop(numbers: Any) -> None:
+    left, headers, panels, out, (count, add) = (
+        numbers[:2], numbers[2:4], numbers[4:9], numbers[9:11], numbers[11:],
+    )  # fmt: skip
     emit_for_rows(count, ROW_COUNTS, lambda rows: _Emitter(rows).emit(left, headers, panels, out, count, add))
 
 
-# Called by its address, which passes numbers only.
-def _byte_loop(
-    left: int, left_stride: int, headers: int, header_stride: int, table: int, run: int, stride: int, depth: int,
-    ahead: int, out: int, out_stride: int, count: int, add: int,
-) -> None:  # fmt: skip
-    _emit_loop(
-        (left, left_stride), (headers, header_stride), (table, run, stride, depth, ahead), (out, out_stride), count, add
-    )
+def _byte_loop(numbers: Any) -> None:
+    _emit_loop(numbers)
 
 
 @cache
 def byte_tile_address() -> int:
     """The address of the loop."""
-    return loop_address(_byte_loop)
+    return loop_address(_byte_loop, 13)
 
 
 @kernel
@@ -145,9 +142,7 @@ def multiply_byte_tile(
     panels:  in steps of four numbers, a multiple of the steps of a run
     count:   rows, 1 to `microkernel.MAX_ROWS`
     """
-    where = panels.table, panels.run, panels.stride, panels.depth, panels.ahead
-    rows = left.address, left.stride, headers.address, headers.stride
-    call_loop(address, (*rows, *where, out.address, out.stride, count, add))
+    call_loop(address, (left, headers, panels, out, count, add))
 
 
 @kernel

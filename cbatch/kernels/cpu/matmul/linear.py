@@ -214,7 +214,7 @@ def _multiply(
         return
     steps = depth // (1 if kind == FLOAT32 else 2)
     columns = panels_of_tile(workspace.panels[thread], place, steps, ahead)
-    multiply_tile(microkernel, a[0, 0], left, columns, out, count, add)
+    multiply_tile(microkernel, left, columns, out, count, add)
 
 
 @emitted(types.void, PARTS, PARTS, PARTS, types.int64)

@@ -62,7 +62,7 @@ def _multiply(lora: LoraStep, thread: int, left: Rows, place: int, depth: int, o
     """out [count, 32] = left [count, depth] times the tile at a place of the weights."""
     tile, ahead = np.int64(lora.weights.ctypes.data) + 4 * place, prefetch_ahead(4 * COLUMNS, depth, 0, 1)
     columns = panels_of_tile(lora.panels[thread], tile, depth, ahead)
-    multiply_tile(lora.microkernel, lora.weights[0], left, columns, out, count, 0)
+    multiply_tile(lora.microkernel, left, columns, out, count, 0)
 
 
 @kernel

@@ -22,7 +22,6 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.np.numpy_support import from_dtype
 
 from cbatch.kernels.cpu.emit import (
     FLOAT,
@@ -30,8 +29,8 @@ from cbatch.kernels.cpu.emit import (
     INT8,
     INT32,
     INT64,
-    LIKE,
     LINE,
+    LITERAL,
     PARTS,
     WORDS,
     Place,
@@ -258,8 +257,8 @@ def emit_for_rows(count: Value, row_counts: tuple[int, ...], emit: Callable[[int
 class _TileEmitter:
     """Emits the loop for one element type and one number of rows."""
 
-    def __init__(self, element: Any, num_rows: int) -> None:
-        self.is_float = element == types.float32
+    def __init__(self, is_float: int, num_rows: int) -> None:
+        self.is_float = is_float
         self.in_pairs = bool(num_rows > 1 and CHOSEN.bfloat16_squares and not self.is_float)
         self.num_rows = num_rows + num_rows % 2 * self.in_pairs
         self.step_bytes = 4 if self.is_float or CHOSEN.bfloat16 else 8
@@ -334,36 +333,32 @@ class _TileEmitter:
         emit_prefetching(places_ahead, self.num_rows, emit_all)
 
 
-@emitted(types.void, LIKE, PARTS, PARTS, PARTS, types.int64, types.int64)
-def _emit_tile(like: Any, left: Any, panels: Any, out: Any, count: Value, add: Value) -> None:
-    emit_for_rows(count, ROW_COUNTS, lambda rows: _TileEmitter(like, rows).emit(left, panels, out, count, add))
-
-
-# Called by its address, which passes numbers only.
-def _tile_loop(
-    like: Any, left: int, left_stride: int, table: int, run: int, stride: int, depth: int, ahead: int, out: int,
-    out_stride: int, count: int, add: int,
-) -> None:  # fmt: skip
-    _emit_tile(like, (left, left_stride), (table, run, stride, depth, ahead), (out, out_stride), count, add)
+@emitted(types.void, LITERAL, PARTS)
+def _emit_tile(is_float: int, numbers: Any) -> None:
+    left, panels, out, (count, add) = numbers[:2], numbers[2:7], numbers[7:9], numbers[9:]
+    emit_for_rows(count, ROW_COUNTS, lambda rows: _TileEmitter(is_float, rows).emit(left, panels, out, count, add))
 
 
 @cache
 def microkernel_address(dtype: np.dtype[Any]) -> int:
     """The address of the loop for right-hand matrices of float32 or uint16 (bfloat16)."""
-    return loop_address(_tile_loop, from_dtype(dtype))
+    is_float = int(dtype == np.float32)
+
+    def loop(numbers: Any) -> None:
+        _emit_tile(is_float, numbers)
+
+    return loop_address(loop, 11)
 
 
 @kernel
-def multiply_tile(microkernel: int, like: Any, left: Rows, panels: Panels, out: Rows, count: int, add: int) -> None:
+def multiply_tile(microkernel: int, left: Rows, panels: Panels, out: Rows, count: int, add: int) -> None:
     """out [count, 32] float32 = left [count, depth] times two panels; added to `out` if `add` is 1.
 
     microkernel: see `microkernel_address`
-    like:        an element of the right-hand matrix
     left:        of `left_dtype`
     count:       rows, 1 to MAX_ROWS
     """
-    where = left.address, left.stride, panels.table, panels.run, panels.stride, panels.depth, panels.ahead
-    call_loop(microkernel, (like, *where, out.address, out.stride, count, add))
+    call_loop(microkernel, (left, panels, out, count, add))
 
 
 def emit_prefetch(address: Value, *, near: int = FIRST_CACHE, writes: bool = False) -> None:

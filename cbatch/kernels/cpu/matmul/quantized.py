@@ -258,11 +258,10 @@ class _QuantizedEmitter:
                 both.value = total.fma(factor * scales[i], both.value)
 
 
-@emitted(types.void, LITERAL, LITERAL, PARTS, types.int64, types.int64, PARTS, PARTS, types.int64, types.int64)
-def _emit_loop(
-    weights: int, left_bytes: int, left: Any, place: Value, groups: Value, ahead: Any, out: Any, count: Value,
-    add: Value,
-) -> None:  # fmt: skip
+@emitted(types.void, LITERAL, LITERAL, PARTS)
+def _emit_loop(weights: int, left_bytes: int, numbers: Any) -> None:
+    left, (place, groups), ahead, out, (count, add) = (numbers[at : at + 2] for at in range(0, 10, 2))
+
     def emit(num_rows: int) -> None:
         _QuantizedEmitter(weights, left_bytes, num_rows).emit(left, place, groups, ahead, out, add)
 
@@ -273,15 +272,10 @@ def _emit_loop(
 def quantized_address(weights: int, left_bytes: int) -> int:
     """The address of the loop for a format of weights, and left-hand numbers of 1 byte or 2."""
 
-    def loop(
-        left: int, left_stride: int, place: int, groups: int, start: int, stride: int, out: int, out_stride: int,
-        count: int, add: int,
-    ) -> None:  # fmt: skip
-        _emit_loop(
-            weights, left_bytes, (left, left_stride), place, groups, (start, stride), (out, out_stride), count, add
-        )
+    def loop(numbers: Any) -> None:
+        _emit_loop(weights, left_bytes, numbers)
 
-    return loop_address(loop)
+    return loop_address(loop, 10)
 
 
 @kernel
@@ -295,7 +289,4 @@ def multiply_quantized(
     place:   the address of the tile
     count:   rows, 1 to MAX_ROWS
     """
-    call_loop(
-        address,
-        (left.address, left.stride, place, groups, ahead.start, ahead.stride, out.address, out.stride, count, add),
-    )
+    call_loop(address, (left, place, groups, ahead.start, ahead.stride, out, count, add))
