@@ -241,15 +241,13 @@ def _machine_code() -> Any:
 
     Beside those, numba keeps intermediate code, which other functions may be compiled with, and names the modules of
     all functions that are a part of this one, among them half of numba. Reading both took four fifths of the time of
-    loading a kernel. And it compiles a runtime that counts references, which kernels do not.
+    loading a kernel.
 
     So a function that was read from disk can be called by Python, or by its address, but not be a part of another.
-    Private as of numba 0.68: `CompileResultCacheImpl`, what its `reduce` gives, names in function descriptors, and the
-    runtime `rtsys`.
+    Private as of numba 0.68: `CompileResultCacheImpl`, what its `reduce` gives, and names in function descriptors.
     """
     from llvmlite.binding import parse_assembly
     from numba.core.caching import CompileResultCacheImpl
-    from numba.core.runtime.nrt import rtsys
 
     class MachineCode(CompileResultCacheImpl):  # type: ignore[misc]
         def reduce(self, result: Any) -> Any:
@@ -258,12 +256,6 @@ def _machine_code() -> Any:
             defined = "\n".join(f'define void @"{name}"() {{ ret void }}' for name in names)
             kept = library, kind, (code, parse_assembly(defined).as_bitcode())
             return kept, function, *others, "", initializers, [each for each in environments if each.consts]
-
-        def rebuild(self, context: Any, kept: Any) -> Any:
-            (_, _, (code, _)), *_ = kept
-            if b"NRT_" in code:
-                rtsys.initialize(context)
-            return super().rebuild(context, kept)
 
     return MachineCode
 
