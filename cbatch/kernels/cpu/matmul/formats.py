@@ -40,11 +40,9 @@ from cbatch.kernels.formats import (
     INT4,
     INT4_ZEROS,
     INT8,
-    IQ4_NL,
     LEVELS,
     MIDDLE,
     MXFP4,
-    NVFP4,
     Integers,
     group_of,
 )
@@ -60,8 +58,11 @@ MOST_WEIGHT = {INT8: 255, INT4: 15, INT4_ZEROS: 15} | {
 }
 """The largest integer that is multiplied."""
 
-_INT8_OFFSET, _INT4_OFFSET = OFFSETS[INT8], OFFSETS[INT4]
-_MXFP4_LEVELS, _IQ4_NL_LEVELS = (np.array(LEVELS[format], np.float32) for format in (MXFP4, IQ4_NL))
+_NUMBERS = np.zeros((FP8, 256), np.float32)
+for _format, _offset in {INT4_ZEROS: 0, **OFFSETS}.items():
+    _NUMBERS[_format] = np.resize(LEVELS.get(_format, np.arange(256) - _offset), 256)
+"""What a byte or 4 bits stand for, in each format."""
+
 _HALF = np.dtype(np.float16).itemsize
 
 group_size = shared(group_of)
@@ -173,24 +174,16 @@ def _unpack_groups(tile: Any, kind: int, lane: int, factor: float, out: Any) -> 
     for i in range(len(out)):
         group, within = tile[i // size * group_bytes(kind) :], i % size
         if kind == INT8:
-            place = np.int64(group[within // 4 * 4 * COLUMNS + lane * 4 + within % 4])
+            place = group[within // 4 * 4 * COLUMNS + lane * 4 + within % 4]
         else:
             byte = group[within // 8 * 4 * COLUMNS + lane * 4 + within % 4]
-            place = np.int64(byte >> 4 if within % 8 >= 4 else byte & 15)
-        number = np.float32(place)
-        at = numbers + 2 * lane
+            place = np.uint8(byte >> 4 if within % 8 >= 4 else byte & 15)
+        number, at = _NUMBERS[kind, place], numbers + 2 * lane
         scale = _to_float(group[at], group[at + 1])
         if kind == MXFP4:
-            number = _MXFP4_LEVELS[place]
             scale = to_float32(np.uint16(group[at] | np.uint16(group[at + 1]) << 8))
-        elif kind == NVFP4:
-            number = _MXFP4_LEVELS[place]
-        elif kind == IQ4_NL:
-            number = _IQ4_NL_LEVELS[place]
         elif kind == INT4_ZEROS:
             number -= _to_float(group[at + 2 * COLUMNS], group[at + 2 * COLUMNS + 1])
-        else:
-            number -= np.float32(_INT8_OFFSET if kind == INT8 else _INT4_OFFSET)
         out[i] = factor * scale * number
 
 
