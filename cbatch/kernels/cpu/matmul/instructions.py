@@ -20,28 +20,29 @@ MOST_LEFT = 127
 """The largest number of a left-hand row of bytes."""
 
 
+def _call(name: str, *vectors: Value, result: ir.Type = None) -> Value:
+    """An instruction, for each part of vectors. result: the type of a part, if it is not that of the first vector's"""
+    return by_parts(CHOSEN.lanes, lambda first, *others: first.call(name, *others, result=result), *vectors)
+
+
 def add_bfloat16(total: Value, left: Value, right: Value) -> Value:
     """The products of pairs of bfloat16 [words], added to float32."""
-    pairs = (words.bits(BFLOATS) for words in (left, right))
-    return by_parts(CHOSEN.lanes, lambda *parts: parts[0].call(CHOSEN.bfloat16, *parts[1:]), total, *pairs)
+    return _call(CHOSEN.bfloat16, total, left.bits(BFLOATS), right.bits(BFLOATS))
 
 
 def add_pairs(total: Value, left: Value, right: Value) -> Value:
     """The products of pairs of int16 [words], added to int32."""
     if "vpdpwssd" in CHOSEN.pairs:  # which starts with a sum
-        return by_parts(CHOSEN.lanes, lambda *parts: parts[0].call(CHOSEN.pairs, *parts[1:]), total, left, right)
-    return total + by_parts(CHOSEN.lanes, _multiply_pairs, left.bits(SHORT_PAIRS), right.bits(SHORT_PAIRS))
-
-
-def _multiply_pairs(left: Value, right: Value) -> Value:
-    return left.call(CHOSEN.pairs, right, result=ir.VectorType(ir.IntType(32), CHOSEN.lanes))
+        return _call(CHOSEN.pairs, total, left, right)
+    sums = ir.VectorType(ir.IntType(32), CHOSEN.lanes)
+    return total + _call(CHOSEN.pairs, left.bits(SHORT_PAIRS), right.bits(SHORT_PAIRS), result=sums)
 
 
 def add_quads(total: Value, quads: Value, left: Value) -> Value:
     """The products of four bytes without a sign and four with one [words], added to int32."""
     if CHOSEN.quads.startswith("aarch64"):
         quads, left = quads.bits(QUADS), left.bits(QUADS)
-    return by_parts(CHOSEN.lanes, lambda *parts: parts[0].call(CHOSEN.quads, *parts[1:]), total, quads, left)
+    return _call(CHOSEN.quads, total, quads, left)
 
 
 def add_squares(total: Value, left: Value, right: Value) -> Value:
@@ -88,11 +89,8 @@ def needs_sign(weight: int) -> bool:
 
 def add_shorts(total: Value, quads: Value, left: Value) -> Value:
     """The products of pairs of bytes without a sign and with one [words], added to int16, which must hold them."""
-
-    def multiply(one: Value, other: Value) -> Value:
-        return one.call(CHOSEN.shorts, other, result=ir.VectorType(ir.IntType(16), 2 * CHOSEN.lanes))
-
-    products = by_parts(CHOSEN.lanes, multiply, quads.bits(QUADS), left.bits(QUADS))
+    sums = ir.VectorType(ir.IntType(16), 2 * CHOSEN.lanes)
+    products = _call(CHOSEN.shorts, quads.bits(QUADS), left.bits(QUADS), result=sums)
     return (total.bits(SHORT_PAIRS) + products).bits(WORDS)
 
 
