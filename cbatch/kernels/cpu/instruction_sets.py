@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import llvmlite.binding as llvm
 from numba.core import config
@@ -95,26 +95,20 @@ _FAMILIES = ("amx", "avx10", "avx512", "avxvnni")
 _AVX2 = frozenset(("avx2", "fma", "f16c"))
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 
-_TABLE_512 = "x86.avx512.pshuf.b.512"
-_PAIRS_512, _QUADS_512 = "x86.avx512.vpdpwssd.512", "x86.avx512.vpdpbusd.512"
-_BFLOAT16_512 = "x86.avx512bf16.dpbf16ps.512"
+_VNNI = InstructionSet(
+    "avx512vnni", _AVX512 | {"avx512vnni"}, 16, 32,
+    pairs="x86.avx512.vpdpwssd.512", quads="x86.avx512.vpdpbusd.512", table="x86.avx512.pshuf.b.512",
+)  # fmt: skip
+_BF16 = replace(_VNNI, name="avx512bf16", needs=_VNNI.needs | {"avx512bf16"}, bfloat16="x86.avx512bf16.dpbf16ps.512")
 _TABLE_NEON = "aarch64.neon.tbl1.v16i8"
 
 INSTRUCTION_SETS = (
-    InstructionSet(
-        "amx", _AVX512 | {"avx512vnni", "avx512bf16", "amx-tile", "amx-bf16"}, 16, 32,
-        bfloat16=_BFLOAT16_512, pairs=_PAIRS_512, quads=_QUADS_512, table=_TABLE_512,
-    ),
-    InstructionSet(
-        "avx512bf16", _AVX512 | {"avx512vnni", "avx512bf16"}, 16, 32,
-        bfloat16=_BFLOAT16_512, pairs=_PAIRS_512, quads=_QUADS_512, table=_TABLE_512,
-    ),
-    InstructionSet(
-        "avx512vnni", _AVX512 | {"avx512vnni"}, 16, 32, pairs=_PAIRS_512, quads=_QUADS_512, table=_TABLE_512
-    ),
+    replace(_BF16, name="amx", needs=_BF16.needs | {"amx-tile", "amx-bf16"}),
+    _BF16,
+    _VNNI,
     InstructionSet(
         "avx512", _AVX512, 16, 32,
-        pairs="x86.avx512.pmaddw.d.512", shorts="x86.avx512.pmaddubs.w.512", table=_TABLE_512,
+        pairs="x86.avx512.pmaddw.d.512", shorts="x86.avx512.pmaddubs.w.512", table=_VNNI.table,
     ),
     InstructionSet(
         "avxvnni", _AVX2 | {"avxvnni"}, 8, 16,
