@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 from llvmlite import ir
@@ -43,6 +44,7 @@ from cbatch.kernels.cpu.emit import (
     for_range,
     if_then,
     load_floats,
+    switch,
 )
 from cbatch.kernels.cpu.instruction_sets import CHOSEN
 from cbatch.kernels.cpu.jit import call_loop, kernel, loop_address, shared
@@ -114,8 +116,7 @@ def _emit_row_group(like: Any, left_bytes: int, group: int, weights: Value, sour
     (target + group * left_bytes + 4).write(word)
 
 
-@emitted(types.void, LIKE, LITERAL, LITERAL, types.int64, types.int64, types.int64, types.int64)
-def _quantize(
+def _emit_row(
     like: Any, left_bytes: int, group: int, weights: Value, source: Value, depth: Value, target: Value
 ) -> None:
     """Quantizes a row from an address to another. like: one of its numbers"""
@@ -131,19 +132,18 @@ def _quantize(
         _emit_row_group(like, left_bytes, group, weights, padded, target + groups * step)
 
 
+@emitted(types.void, LIKE, types.int64, types.int64, PARTS)
+def _quantize(like: Any, left_bytes: Value, group: Value, row: Any) -> None:
+    """See `_emit_row`."""
+    kinds = product((1, 2), (GROUP, LANES))
+    switch(left_bytes + group, {size + count: partial(_emit_row, like, size, count, *row) for size, count in kinds})
+
+
 @kernel
 def quantize_row(row: Any, memory: Any, weights: int, left_bytes: int) -> None:
     """Writes a row [depth] of float32 or bfloat16, for weights of that format, to `quantized_row_bytes` of memory."""
     source, target = row.ctypes.data, memory.ctypes.data
-    if group_size(weights) == GROUP:
-        if left_bytes == 1:
-            _quantize(row[0], 1, GROUP, weights, source, len(row), target)
-        else:
-            _quantize(row[0], 2, GROUP, weights, source, len(row), target)
-    elif left_bytes == 1:
-        _quantize(row[0], 1, LANES, weights, source, len(row), target)
-    else:
-        _quantize(row[0], 2, LANES, weights, source, len(row), target)
+    _quantize(row[0], left_bytes, group_size(weights), (weights, source, len(row), target))
 
 
 class _QuantizedEmitter:
