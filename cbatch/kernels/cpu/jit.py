@@ -273,14 +273,10 @@ def as_rows(context: Any, numbers: Any, rows: Any, columns: Any) -> Any:
 
 def _view(context: Any, builder: Any, kind: Any, source: Any, shape: Sequence[Any]) -> Any:
     """The memory of one array as another."""
-    from numba.np.arrayobj import populate_array  # with much of numba, for which kernels on disk need not wait
+    from numba.np.arrayobj import np_cfarray  # with much of numba, for which kernels on disk need not wait
 
-    found, number = context.make_array(kind)(context, builder), context.get_data_type(kind.dtype)
-    size = ir.Constant(ir.IntType(64), context.get_abi_sizeof(number))
-    strides = [builder.mul(size, shape[1]), size] if len(shape) == 2 else [size]
-    data = builder.bitcast(source.data, number.as_pointer())
-    populate_array(found, data, shape, strides, size, None, None)
-    return found._getvalue()
+    signature = kind(types.voidptr, types.UniTuple(types.intp, len(shape)))
+    return np_cfarray(context, builder, signature, (source.data, cgutils.pack_array(builder, shape)))
 
 
 def _kept(function: Callable[..., Any], **options: Any) -> Any:
