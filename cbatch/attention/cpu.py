@@ -5,8 +5,9 @@ Models with a program call the same kernels from their own step (`model/cpu.py`)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Unpack
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Unpack
 
 import numpy as np
 import torch
@@ -23,20 +24,8 @@ from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.cpu import empty, num_threads
 from cbatch.runtime.kv_cache import U8, LayerShape, Shape
 
-
-@dataclass(slots=True)
-class CpuMetadata:
-    """Metadata that the layers of a step share: its attention plans, one for each shape of heads."""
-
-    batch: RaggedBatch
-    block_size: int
-    plans: dict[tuple[int, int, int], paged_kv.AttentionPlan] = field(default_factory=dict)
-
-    def plan(self, heads: int, group: int, value_dim: int) -> paged_kv.AttentionPlan:
-        shape = heads, group, value_dim
-        if shape not in self.plans:
-            self.plans[shape] = paged_kv.plan_attention(self.batch, self.block_size, *shape)
-        return self.plans[shape]
+Plan = Callable[[int, int, int], paged_kv.AttentionPlan]
+"""Metadata that the layers of a step share: the attention plan for heads, heads of a group, and value_dim."""
 
 
 class CpuAttention:
@@ -51,42 +40,38 @@ class CpuAttention:
         """kv_dtype: U8, or None for that of the model"""
         self.kv_dtype = kv_dtype
         self._thread_pool = shared_thread_pool(num_threads())
-        self._workspaces: dict[tuple[int, int, int, np.dtype[Any]], paged_kv.AttentionWorkspace] = {}
+        self._workspace = cache(partial(paged_kv.new_attention_workspace, self._thread_pool.size))
 
     def block_shapes(self, layer: LayerShape, block_size: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
         return block_shapes(layer, block_size, dtype)
 
-    def prepare(self, batch: RaggedBatch, block_size: int) -> CpuMetadata:
-        return CpuMetadata(batch, block_size)
+    def prepare(self, batch: RaggedBatch, block_size: int) -> Plan:
+        return cache(partial(paged_kv.plan_attention, batch, block_size))
 
-    def store_kv(
-        self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, metadata: CpuMetadata
-    ) -> None:
+    def store_kv(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, metadata: Plan) -> None:
         element = element_of(_computed_in(keys, new_keys))
         kv = paged_kv_of(keys, values, element)
         rows = empty((self._thread_pool.size, LANES, max(kv.key_dim, kv.value_dim)), element)
         new = (as_array(part.flatten(1)) for part in (new_keys, new_values))
-        self._thread_pool.run(store_kv_layer, kv, metadata.plan(1, 1, 0), *new, rows)
+        self._thread_pool.run(store_kv_layer, kv, metadata(1, 1, 0), *new, rows)
 
     def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, metadata: CpuMetadata, **options: Unpack[AttendOptions]
+        self, query: Tensor, keys: Tensor, values: Tensor, metadata: Plan, **options: Unpack[AttendOptions]
     ) -> Tensor:
         dtype = _computed_in(keys, query)
         kv = paged_kv_of(keys, values, element_of(dtype))
         tokens, heads, _ = query.shape
         group = heads // kv.heads
-        shape = (group, kv.key_dim, kv.value_dim, element_of(dtype))
-        if shape not in self._workspaces:
-            self._workspaces[shape] = paged_kv.new_attention_workspace(self._thread_pool.size, *shape)
+        workspace = self._workspace(group, kv.key_dim, kv.value_dim, element_of(dtype))
         sinks = options.get("sinks")
         extra = np.empty(0, np.float32) if sinks is None else sinks.float().numpy()
         window, chunk, softcap = options.get("window") or 0, options.get("chunk") or 0, options.get("softcap") or 0.0
         params = paged_kv.AttentionParams(options["scale"], window, chunk, softcap, extra)
         out = torch.empty(tokens, heads * kv.value_dim, dtype=dtype)
-        plan = metadata.plan(heads, group, kv.value_dim)
+        plan = metadata(heads, group, kv.value_dim)
         self._thread_pool.run(
             attend_layer, kv, plan, params, as_array(query.flatten(1).to(dtype)), as_array(out),
-            self._workspaces[shape],
+            workspace,
         )  # fmt: skip
         return out.view(tokens, heads, kv.value_dim).to(query.dtype)
 
