@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.kernels.cpu.emit import LINE
-from cbatch.kernels.cpu.fast_math import exp, from_float32, tanh, to_float32
+from cbatch.kernels.cpu.fast_math import copy_row, exp, from_float32, tanh
 from cbatch.kernels.cpu.jit import entry, inlined, kernel
 from cbatch.kernels.cpu.kv_store import copy_vector
 from cbatch.kernels.cpu.matmul.byte_tile import GROUP, HEADER_BYTES, multiply_byte_tile, round_row
@@ -426,7 +426,7 @@ def attend(
         for i in range((stop_head - first_head) * per_head):
             token, query_head = i % per_head // group, (first_head + i // per_head) * group + i % group
             if member >= 0:
-                _copy(states[i], plan.partials[plan.members[member + token, 1], query_head])
+                copy_row(states[i], plan.partials[plan.members[member + token, 1], query_head])
             else:
                 row = plan.first_rows[sequence] + first + token
                 _normalize(states[i], query_head, params, out[row, query_head * width : (query_head + 1) * width])
@@ -453,16 +453,10 @@ def _merge_partials(
 
 
 @kernel
-def _copy(source: Any, target: Any) -> None:
-    for j in range(len(source)):
-        target[j] = from_float32(to_float32(source[j]), target)
-
-
-@kernel
 def _take(packed: Any, source: Any, scratch: AttentionWorkspace, row: int) -> None:
     """Takes a query [key_dim] as the products with such keys need it."""
     if packed is None:
-        _copy(source, scratch.query[row])
+        copy_row(source, scratch.query[row])
         return
     for group in range(0, len(source), GROUP):
         part = source[group : group + GROUP]

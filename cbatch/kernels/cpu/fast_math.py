@@ -48,6 +48,13 @@ def from_float32(x: Any, like: Any) -> Any:
 
 
 @kernel
+def copy_row(source: Any, target: Any) -> None:
+    """Copies a row to one of another type, maybe a longer one."""
+    for i in range(len(source)):
+        target[i] = from_float32(to_float32(source[i]), target)
+
+
+@kernel
 def round_to_bfloat16(x: Any) -> Any:
     """The 16 bits of the bfloat16 nearest to a float32, ties to even; NaN stays NaN."""
     bits = bits_of(x)

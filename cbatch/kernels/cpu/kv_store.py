@@ -16,8 +16,8 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from cbatch.kernels.cpu.emit import INT32, LANES, LIKE, LINE, WORDS, Value, emitted
-from cbatch.kernels.cpu.fast_math import TO_INTEGER, bits_of, from_bits, from_float32, to_float32
+from cbatch.kernels.cpu.emit import INT32, LANES, LIKE, LINE, WORDS, Value, emitted, for_range
+from cbatch.kernels.cpu.fast_math import TO_INTEGER, bits_of, copy_row, from_bits, to_float32
 from cbatch.kernels.cpu.jit import by_types, entry, kernel, view_as
 from cbatch.kernels.cpu.matmul.microkernel import prefetch_to_write
 from cbatch.kernels.cpu.paged_kv import AttentionPlan, PagedKV
@@ -59,11 +59,6 @@ def round_to_bytes(numbers: Any, row: Any) -> Any:
 def copy_vector(source: Value, target: Value) -> None:
     """Copies 16 words from one address to another."""
     target.write(source.read(WORDS))
-
-
-@emitted(types.void, types.int64, types.int64)
-def _copy_word(source: Value, target: Value) -> None:
-    target.write(source.read(INT32))
 
 
 @emitted(types.void, types.float32, types.int64)
@@ -120,11 +115,11 @@ def _insert(like: Any, source: Value, target: Value, place: Value) -> None:
     target.write(words)
 
 
-@kernel
-def _spread_words(source: Any, target: int, count: int) -> None:
+@emitted(types.void, types.int64, types.int64, types.int64)
+def _spread_words(source: Value, target: Value, count: Value) -> None:
     """Copies so many words of a token to its column of a panel."""
-    for word in range(count):
-        _copy_word(source + word * _WORD, target + word * LANES * _WORD)
+    with for_range(count) as word:
+        (target + word * LINE).write((source + word * _WORD).read(INT32))
 
 
 @by_types
@@ -134,8 +129,7 @@ def _round_row(numbers: Any, row: Any) -> Any:
         return lambda numbers, row: round_to_bytes(numbers, row)
 
     def rounded(numbers: Any, row: Any) -> Any:
-        for i in range(len(numbers)):
-            row[i] = from_float32(to_float32(numbers[i]), row)
+        copy_row(numbers, row)
         return np.float32(1)
 
     return rounded

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cbatch.kernels.cpu.fast_math import from_float32
+from cbatch.kernels.cpu.fast_math import copy_row, from_float32
 from cbatch.kernels.cpu.jit import kernel
 
 NO_NORM, RMS_NORM, LAYER_NORM = range(3)
@@ -33,15 +33,11 @@ def inverse_rms(x: Any, eps: float) -> Any:
 
 @kernel
 def _scale(x: Any, mean: Any, factor: Any, norm: NormParams, out: Any) -> None:
-    if len(norm.weight) == 0:
-        for i in range(len(x)):
-            out[i] = from_float32((x[i] - mean) * factor, out)
-    elif len(norm.bias) == 0:
-        for i in range(len(x)):
-            out[i] = from_float32((x[i] - mean) * factor * norm.weight[i], out)
-    else:
-        for i in range(len(x)):
-            out[i] = from_float32((x[i] - mean) * factor * norm.weight[i] + norm.bias[i], out)
+    has_weight, has_bias = len(norm.weight) > 0, len(norm.bias) > 0
+    for i in range(len(x)):
+        scaled = (x[i] - mean) * factor
+        scaled = scaled * norm.weight[i] if has_weight else scaled
+        out[i] = from_float32(scaled + norm.bias[i] if has_bias else scaled, out)
 
 
 @kernel
@@ -59,5 +55,4 @@ def normalize(x: Any, norm: NormParams, out: Any) -> None:
         factor = np.float32(1) / np.sqrt(squares / np.float32(len(x)) + np.float32(norm.eps))
         _scale(x, mean, factor, norm, out)
     else:
-        for i in range(len(x)):
-            out[i] = from_float32(x[i], out)
+        copy_row(x, out)

@@ -32,7 +32,7 @@ from cbatch.kernels.cpu.emit import (
     load_floats,
     switch,
 )
-from cbatch.kernels.cpu.fast_math import exp, from_float32, silu, to_float32
+from cbatch.kernels.cpu.fast_math import copy_row, exp, from_float32, silu, to_float32
 from cbatch.kernels.cpu.instruction_sets import CHOSEN
 from cbatch.kernels.cpu.jit import inlined, kernel, view_as
 from cbatch.kernels.cpu.matmul.microkernel import prefetch, read_broadcast
@@ -146,12 +146,9 @@ def _finish_row(sums: Any, is_silu: int, gate: Any, out: Any) -> None:
     if is_silu:
         for i in range(len(sums)):
             sums[i] = silu(sums[i])
-    if len(gate):
-        for i in range(len(sums)):
-            out[i] = from_float32(sums[i] * gate[i], out)
-    else:
-        for i in range(len(sums)):
-            out[i] = from_float32(sums[i], out)
+    for i in range(len(gate)):
+        sums[i] *= gate[i]
+    copy_row(sums, out)
 
 
 @kernel
@@ -168,9 +165,7 @@ def _keep_last(
         if token < 0:
             _copy_numbers(before[(i + tokens) * channels + left :][:width], target)
         else:
-            row = source[first + token, column : column + width]
-            for j in range(width):
-                target[j] = from_float32(row[j], target)
+            copy_row(source[first + token, column : column + width], target)
 
 
 @kernel
@@ -395,6 +390,5 @@ def gated_norm(
                 normalize(part, NormParams(norm.kind, norm.eps, weight, norm.bias), part)
             if not gate_first:
                 _apply_gate(x, gate)
-            for i in range(columns):
-                out[row, i] = from_float32(x[i], out)
+            copy_row(x, out[row, :columns])
     return phase + 1

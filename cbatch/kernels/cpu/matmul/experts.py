@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.kernels.cpu.activation import ActivationParams
-from cbatch.kernels.cpu.fast_math import exp, to_float32
+from cbatch.kernels.cpu.fast_math import copy_row, exp
 from cbatch.kernels.cpu.jit import kernel
 from cbatch.kernels.cpu.matmul.linear import (
     GATED,
@@ -128,8 +128,7 @@ def choose(op: Any, vectors: Any, source: Any, scratch: Any, chosen: Any, weight
     """Chooses experts for one row [hidden] of the source, as a record says (see `Route`), and their weights."""
     row, scores = scratch[: op.depth], scratch[op.depth : op.depth + op.num_experts]
     wanted = scratch[op.depth + op.num_experts :][: op.num_experts]
-    for i in range(op.depth):
-        row[i] = to_float32(source[i])
+    copy_row(source[: op.depth], row)
     _scores_of(op, vectors, row, scores)
     for expert in range(op.num_experts):
         bias = vectors[op.choice_bias + expert] if op.choice_bias >= 0 else np.float32(0)

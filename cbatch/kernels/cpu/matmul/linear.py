@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from cbatch.kernels.cpu.activation import CLIPPED_SILU, SILU, ActivationParams, activate, clipped_silu
 from cbatch.kernels.cpu.emit import FLOATS, LINE, PARTS, Value, Variable, emitted, for_range, if_then
-from cbatch.kernels.cpu.fast_math import from_float32, silu, to_float32
+from cbatch.kernels.cpu.fast_math import copy_row, from_float32, silu
 from cbatch.kernels.cpu.instruction_sets import CHOSEN
 from cbatch.kernels.cpu.jit import kernel, shared, view_as
 from cbatch.kernels.cpu.matmul import amx, quantized
@@ -132,28 +132,11 @@ def _microkernel_of(kind: int, left_bytes: int) -> tuple[int, int]:
     return microkernel_address(np.dtype(np.float32 if kind == FLOAT32 else np.uint16)), MAX_ROWS
 
 
-class _Tiling(NamedTuple):
-    """How a product is cut into tasks: rows of a block, tiles of a task, tasks of a block, and tasks in all."""
-
-    rows: int
-    tiles: int
-    tasks_per_block: int
-    num_tasks: int
-
-
 @kernel
 def row_block(left: Rows, rows: int) -> int:
     """How many left-hand rows are multiplied with a part of the weights before the next: a multiple of `rows`."""
     fitting: int = _ROW_BLOCK_BYTES // left.stride // rows * rows
     return max(fitting, rows)
-
-
-@kernel
-def _cut(left: Rows, num_rows: int, num_tiles: int, most: int, threads: int) -> _Tiling:
-    rows = min(num_rows, row_block(left, most))
-    tiles = max(1, num_tiles // (_TASKS_PER_THREAD * threads))
-    tasks_per_block = -(-num_tiles // tiles)
-    return _Tiling(rows, tiles, tasks_per_block, -(-num_rows // rows) * tasks_per_block)
 
 
 @shared
@@ -173,9 +156,7 @@ def _prepare_row(row: Any, memory: Any, weights: int, left_bytes: int) -> None:
     if is_quantized(weights):
         quantize_row(row, memory, weights, left_bytes)
     else:
-        floats = view_as(memory, np.float32(0))
-        for i in range(len(row)):
-            floats[i] = to_float32(row[i])
+        copy_row(row, view_as(memory, np.float32(0)))
 
 
 @kernel
@@ -339,16 +320,15 @@ def matmul(
     columns = LANES if mode == GATED else COLUMNS
     num_tiles, threads = out.shape[1] // columns, len(workspace.sums)
     phase, left = prepare_rows(worker, phase, a, matrix.format, workspace)
-    tiling = _cut(left, len(a), num_tiles, workspace.max_rows[matrix.format], threads)
-    num_tasks = tiling.num_tasks
-    for task in claimed(worker, phase, num_tasks):
-        first = task // tiling.tasks_per_block * tiling.rows
-        count = min(len(a) - first, tiling.rows)
-        place = _place_of(task % tiling.tasks_per_block, tiling.tasks_per_block, threads)
-        first_tile = place * tiling.tiles
+    rows, tiles = row_block(left, workspace.max_rows[matrix.format]), max(1, num_tiles // (_TASKS_PER_THREAD * threads))
+    tasks_per_block = -(-num_tiles // tiles)
+    for task in claimed(worker, phase, -(-len(a) // rows) * tasks_per_block):
+        first = task // tasks_per_block * rows
+        count = min(len(a) - first, rows)
+        first_tile = _place_of(task % tasks_per_block, tasks_per_block, threads) * tiles
         part = Rows(left.address + first * left.stride, left.stride)
         multiply_tiles(
-            a, part, first_tile, min(num_tiles, first_tile + tiling.tiles), matrix, out[first : first + count], mode,
+            a, part, first_tile, min(num_tiles, first_tile + tiles), matrix, out[first : first + count], mode,
             activation, workspace, worker.thread,
         )  # fmt: skip
     return phase + 1

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.kernels.cpu.activation import ActivationParams
-from cbatch.kernels.cpu.fast_math import to_float32
+from cbatch.kernels.cpu.fast_math import copy_row
 from cbatch.kernels.cpu.jit import kernel
 from cbatch.kernels.cpu.matmul.linear import GATED, LinearWorkspace, write_tile
 from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, LANES, Rows, multiply_tile, panels_of_tile, prefetch_ahead
@@ -76,9 +76,7 @@ def _shrink(worker: Worker, phase: int, linear: int, depth: int, a: Any, lora: L
         if tile < place[1]:
             start, count, rows = group[1], group[2] - group[1], lora.rows[worker.thread]
             for i in range(count):
-                source, row = a[lora.tokens[start + i]], rows[i]
-                for j in range(depth):
-                    row[j] = to_float32(source[j])
+                copy_row(a[lora.tokens[start + i], :depth], rows[i])
             left = Rows(np.int64(rows.ctypes.data), 4 * rows.shape[1])
             out = Rows(np.int64(lora.inner.ctypes.data) + 4 * (start * ranks + tile * COLUMNS), 4 * ranks)
             _multiply(lora, worker.thread, left, place[0] + tile * COLUMNS * depth, depth, out, count)
