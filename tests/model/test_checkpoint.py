@@ -23,9 +23,9 @@ from cbatch.model.cpu import CpuModel
 from cbatch.model.device_map import DeviceMap
 from cbatch.model.hf.adapter import TransformersModel
 from cbatch.model.hf.memory_check import check_weights_fit
+from cbatch.model.hf.self_check import _paged_logits
 from cbatch.model.load_plan import DEMO_MODEL, LoadPlan, choose_dtype
 from cbatch.model.loader import NoFastPath, end_ids, load_fast_model, load_model
-from cbatch.model.made_up_steps import StepRunner
 from cbatch.model.tensor_files import Tensors
 from cbatch.runtime import memory
 from cbatch.runtime.kv_cache import LayerShape
@@ -86,10 +86,9 @@ def test_bfloat16_is_emulated_if_it_is_asked_for(t4: Machine, caplog: pytest.Log
 def test_emulated_logits_are_sampled_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the sampling kernel, which would be compiled for bfloat16 at the first step."""
     network = make_network("llama").to(torch.bfloat16)
-    for has_bfloat16, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr("cbatch.model.hf.adapter.has_bfloat16", lambda device, has=has_bfloat16: has)
-        runner = StepRunner(TransformersModel(network), ReferenceAttention(), 4, [[(0, 2), (0, 1)]])
-        assert runner.model.forward(runner.batch(0), runner.kv_cache, runner.attention).values.dtype == expected
+    assert _paged_logits(TransformersModel(network), [[1, 2], [3]], [[(0, 2), (0, 1)]]).dtype == torch.bfloat16
+    monkeypatch.setattr("cbatch.model.hf.adapter.has_bfloat16", lambda device: False)
+    assert _paged_logits(TransformersModel(network), [[1, 2], [3]], [[(0, 2), (0, 1)]]).dtype == torch.float32
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.float16), ("bfloat16", None)])

@@ -15,10 +15,10 @@ from transformers import masking_utils
 from cbatch.attention.reference import ReferenceAttention
 from cbatch.base.errors import ConfigError, ModelError
 from cbatch.base.params import SamplingParams
+from cbatch.engine.kernel_checks.made_up_steps import ragged_batch
 from cbatch.model.hf.adapter import TransformersModel
 from cbatch.model.hf.attention_calls import MaskPattern, pattern_of, placeholder_mask, probe_mask
 from cbatch.model.hf.self_check import check_ragged
-from cbatch.model.made_up_steps import ragged_batch
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.kv_cache import KVCache, LayerShape
 from tests.support.architectures import make_architecture

@@ -23,7 +23,7 @@ from cbatch.engine.kernel_checks.kernel_check import (
     largest_error,
     run_check,
 )
-from cbatch.model.made_up_steps import draw, empty_cache, num_blocks, ragged_batch
+from cbatch.engine.kernel_checks.made_up_steps import draw, empty_cache, num_blocks, ragged_batch
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.device import is_accelerator
 from cbatch.runtime.kv_cache import U8, U8_SCALE_BYTES, LayerShape, as_numbers

@@ -17,7 +17,8 @@ from cbatch.base.quantization import STORED
 from cbatch.base.units import format_bytes
 from cbatch.engine.kernel_checks.attention import AttentionCall, AttentionChecks
 from cbatch.engine.kernel_checks.kernel_check import TOLERANCES, KernelCheck, Workload, largest_error, run_check
-from cbatch.engine.kernel_checks.whole_step import ExpectedSteps
+from cbatch.engine.kernel_checks.made_up_steps import draw
+from cbatch.engine.kernel_checks.whole_step import ExpectedSteps, StepRunner
 from cbatch.kernels.cpu.activation import ActivationParams
 from cbatch.kernels.cpu.jit import entry
 from cbatch.kernels.cpu.matmul.formats import is_quantized, left_bytes_of, pack_integers, pack_weight, tile_bytes
@@ -29,7 +30,6 @@ from cbatch.kernels.formats import FORMATS, INT4_ZEROS, INT8, MXFP4, Integers, g
 from cbatch.model.base import Model
 from cbatch.model.cpu import CpuModel
 from cbatch.model.cuda import CudaModel
-from cbatch.model.made_up_steps import StepRunner, draw
 from cbatch.model.ops.attention import Attend
 from cbatch.model.ops.device_kernel import by_torch
 from cbatch.model.ops.linear import Linear

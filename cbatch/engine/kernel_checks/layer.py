@@ -25,11 +25,7 @@ from cbatch.engine.kernel_checks.kernel_check import (
     product_tolerance,
     run_check,
 )
-from cbatch.kernels.operands import AdapterRows, Addend, Embedding, Positions, Recurrence, Routing
-from cbatch.kernels.quantized_matrix import QuantizedMatrix
-from cbatch.model.base import HiddenStates
-from cbatch.model.cuda import CudaModel
-from cbatch.model.made_up_steps import (
+from cbatch.engine.kernel_checks.made_up_steps import (
     draw,
     empty_cache,
     empty_states,
@@ -38,6 +34,10 @@ from cbatch.model.made_up_steps import (
     num_blocks,
     ragged_batch,
 )
+from cbatch.kernels.operands import AdapterRows, Addend, Embedding, Positions, Recurrence, Routing
+from cbatch.kernels.quantized_matrix import QuantizedMatrix
+from cbatch.model.base import HiddenStates
+from cbatch.model.cuda import CudaModel
 from cbatch.model.ops.device_kernel import DeviceKernel, DeviceOps, by_torch
 from cbatch.model.ops.linear import Linear
 from cbatch.model.ops.operation import constants

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cbatch.base.params import SamplingParams
 from cbatch.engine.kernel_checks.kernel_check import KernelCheck, Workload, run_check
-from cbatch.model.made_up_steps import draw, made_up_sequences
+from cbatch.engine.kernel_checks.made_up_steps import draw, made_up_sequences
 from cbatch.sample.row_masks import RowMasks
 from cbatch.sample.sampler import Sampler
 from cbatch.sample.structured.token_bitmask import bitmask_of

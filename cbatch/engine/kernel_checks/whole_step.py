@@ -18,8 +18,17 @@ from cbatch.base.params import SamplingParams
 from cbatch.engine.cuda_graphs import GraphCapturer, GraphSizes, Run, StepGraphs, StepParts
 from cbatch.engine.kernel_checks.attention import AttentionCall, NotingAttention
 from cbatch.engine.kernel_checks.kernel_check import KernelCheck, Workload, product_tolerance, run_check
+from cbatch.engine.kernel_checks.made_up_steps import (
+    empty_cache,
+    empty_states,
+    made_up_adapters,
+    made_up_sequences,
+    made_up_states,
+    num_blocks,
+    ragged_batch,
+)
 from cbatch.model.base import Model
-from cbatch.model.made_up_steps import StepRunner, Steps, made_up_sequences
+from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.transfer import computing_on, to_device
 from cbatch.sample.sampler import Sampler, pack_sampling_params
 
@@ -28,6 +37,8 @@ _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.25}
 
 It may send a token to another expert. What only a single kernel does wrong is found by its own check.
 """
+
+Steps = Sequence[Sequence[tuple[int, int]]]
 
 
 def steps_of(model: Model) -> Steps:
@@ -138,3 +149,25 @@ def _packed_params(rows: int, step: int) -> NDArray[np.int32]:
     """Sampling parameters of a step: greedy rows and others."""
     params = [SamplingParams(temperature=row % 2 * 1.5) for row in range(rows)]
     return pack_sampling_params(made_up_sequences(params, [step] * rows), [step] * rows)
+
+
+class StepRunner:
+    """Runs the steps of a check one after the other, over a cache of their own."""
+
+    def __init__(self, model: Model, attention: AttentionBackend, block_size: int, steps: Steps) -> None:
+        self.model, self.attention, self._steps = model, attention, steps
+        self._lengths = [stop for _, stop in steps[-1]]
+        blocks = num_blocks(steps[-1], block_size)
+        self.kv_cache = empty_cache(attention, model.layers, blocks, block_size, model.dtype, model.layer_devices)
+        self.state_pool = empty_states(model, len(self._lengths)) if model.states else None
+
+    def batch(self, step: int) -> RaggedBatch:
+        model, size = self.model, self.kv_cache.block_size
+        batch = ragged_batch(self._steps[step], size, model.device, model.vocab_size, self._lengths)
+        batch = made_up_adapters(model, batch)
+        return batch if self.state_pool is None else replace(batch, states=made_up_states(self.state_pool, batch))
+
+    def run(self) -> list[Tensor]:
+        """Logits [S, vocabulary] float32 of each step."""
+        batches = map(self.batch, range(len(self._steps)))
+        return [self.model.forward(batch, self.kv_cache, self.attention).values.float().clone() for batch in batches]

@@ -15,13 +15,11 @@ from cbatch.attention.base import AttentionBackend
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
 from cbatch.model.base import Model
+from cbatch.model.cuda import CudaModel
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.kv_cache import U8, KVCache, LayerShape
 from cbatch.runtime.state_pool import StatePool, StepStates
 from cbatch.schedule.sequence import TokenSequence
-
-Steps = Sequence[Sequence[tuple[int, int]]]
-"""Of each step, the first token of each chunk and the one after its last."""
 
 _SPARE_BLOCKS = 3
 
@@ -89,7 +87,7 @@ def made_up_states(pool: StatePool, batch: RaggedBatch) -> StepStates:
 
 def made_up_adapters(model: Model, batch: RaggedBatch) -> RaggedBatch:
     """The step with adapters for some of its tokens, if the model has any on the path of a GPU."""
-    count: int = getattr(model, "num_adapters", 0)
+    count = model.num_adapters if isinstance(model, CudaModel) else 0
     return replace(batch, adapters=np.arange(len(batch.ids)) % (count + 1)) if count else batch
 
 
@@ -103,28 +101,3 @@ def draw(seed: int, *shape: int, dtype: torch.dtype, device: torch.device) -> Te
     """Random numbers that are the same on every device of a kind."""
     generator: Any = torch.Generator(device).manual_seed(seed)
     return torch.randn(shape, generator=generator, device=device).to(dtype)
-
-
-class StepRunner:
-    """Runs the steps of a check one after the other, over a cache and states of their own."""
-
-    def __init__(self, model: Model, attention: AttentionBackend, block_size: int, steps: Steps) -> None:
-        self.model, self.attention, self._steps = model, attention, steps
-        self._lengths = [stop for _, stop in steps[-1]]
-        blocks = num_blocks(steps[-1], block_size)
-        self.kv_cache = empty_cache(attention, model.layers, blocks, block_size, model.dtype, model.layer_devices)
-        self.state_pool = empty_states(model, len(self._lengths)) if model.states else None
-
-    def batch(self, step: int) -> RaggedBatch:
-        model, size = self.model, self.kv_cache.block_size
-        batch = ragged_batch(self._steps[step], size, model.device, model.vocab_size, self._lengths)
-        batch = made_up_adapters(model, batch)
-        return batch if self.state_pool is None else replace(batch, states=made_up_states(self.state_pool, batch))
-
-    def run(self) -> list[Tensor]:
-        """Logits [S, vocabulary] float32 of each step."""
-        return [self.logits(self.batch(step)) for step in range(len(self._steps))]
-
-    def logits(self, batch: RaggedBatch) -> Tensor:
-        """The same of one step."""
-        return self.model.forward(batch, self.kv_cache, self.attention).values.float().clone()
