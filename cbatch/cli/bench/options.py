@@ -211,8 +211,6 @@ class BenchOptions:
                 "--replicas and --ray go with strategies, not with users: a conversation has one engine.",
                 has_replicas,
             )
-            is_finite = math.isfinite(self.rate) and math.isfinite(self.slo_tps)
-            yield "--rate and --slo-tps must be finite numbers.", not is_finite
             is_one = not self.find_capacity and len(self.users) == 1
             yield "There is no picture of one number of users; leave out --plot.", is_one and bool(self.plot)
             is_several = self.find_capacity and len(self.users) > 1

@@ -211,7 +211,7 @@ def test_replicas_do_the_same_work(
         (["--users", "3", "--duration", "60"], "is not a duration"),
         (["missing.jsonl", "--users", "3"], "users ask synthetic questions"),
         (["--users", "3", "--ablate", "ragged"], "go with strategies"),
-        (["--users", "3", "--slo-tps", "nan"], "must be finite numbers"),
+        (["--users", "3", "--slo-tps", "nan"], "nan is no finite number"),
         (["--max-seqs", "3"], "--batch-size sets"),
         (["--strategies", "none,drafts", "--speculate", "off"], "which --speculate off forbids"),
         (["--report", "no/such.html"], "Cannot write no/such.html"),
