@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
@@ -40,24 +41,30 @@ def fetch(address: str) -> IO[bytes]:
         return target.open("rb")
 
 
+def local_name(address: str) -> str:
+    """The path, with the table of a database, of the local file of an output."""
+    file, table = split_table(address)
+    key = hashlib.blake2b(address.encode(), digest_size=8).hexdigest()
+    path = user_folder("STATE") / "outputs" / key / file_name(file)
+    return f"{path}#{table}" if table is not None else str(path)
+
+
 class RemoteOutput:
     """The local file of an output, whose name is a function of the address: a later run finds what this one leaves.
 
+    name: see `local_name`
     path: of the local file
-    name: its path, with the table of a database
     """
 
     def __init__(self, address: str) -> None:
         """Raises ConfigError if nothing can be written there."""
         self._address = address
-        file, table = split_table(address)
-        self._system, self._path = _file_system(file)
+        self._system, self._path = _file_system(split_table(address)[0])
         if urlsplit(address).scheme in ("http", "https"):
             raise ConfigError(f"Cannot write {address}: a web server takes no files; use s3://, gs:// or a local file.")
-        key = hashlib.blake2b(address.encode(), digest_size=8).hexdigest()
-        self._folder = user_folder("STATE") / "outputs" / key
-        self.path = self._folder / file_name(file)
-        self.name = f"{self.path}#{table}" if table is not None else str(self.path)
+        self.name = local_name(address)
+        self.path = Path(split_table(self.name)[0])
+        self._folder = self.path.parent
 
     def prepare(self, *, resume: bool, overwrite: bool, has_others: bool) -> None:
         """Fetches what is there, for a run that goes on with it. Raises ConfigError if it is neither to go on nor away.

@@ -55,7 +55,7 @@ MAIN = "output model resume max_tokens temperature system template json_schema r
 @replica_options
 @preset_option
 def run(**values: Any) -> Literal[0, 1]:
-    """Generate an answer for every row of INPUT (JSON Lines, CSV, TSV, JSON array, Parquet, xlsx, SQLite; - is stdin).
+    """Generate an answer for every row of INPUT (JSON Lines, CSV, TSV, JSON, Parquet, xlsx, FILE.db#TABLE; - is stdin).
 
     A row is {"prompt": ...}, {"messages": [...]}, {"prompt_token_ids": [...]} or an OpenAI Batch request, and may
     set sampling parameters. Each gives one row of output; a bad one gives an error row, and the others still run.

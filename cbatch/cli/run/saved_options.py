@@ -91,9 +91,13 @@ def save_options(output: str) -> None:
 
 
 def _recorded(output: str) -> Path | None:
-    """The output as one that a record lies beside; None if it is not a local file."""
-    if output == "-" or is_remote(output):
+    """The file of an output, which a record lies beside; None if it is no file."""
+    if output == "-":
         return None
+    if is_remote(output):
+        from cbatch.batch.remote import local_name
+
+        output = local_name(output)
     path = resolved(output)
     return path if record_path(path) is not None and (path.is_file() or not path.exists()) else None
 

@@ -157,7 +157,7 @@ def test_going_on_with_a_bucket(command: Command, bucket: Any, whole: bytes, mon
     assert f"its rows are in {local}, and --resume uploads them" in command.said()
     assert not bucket.exists(address) and local.read_bytes() == whole
     assert run_command(words) == 2
-    assert run_command([*words, "--resume"]) == 1
+    assert run_command(["run", "--resume", "-o", address]) == 1
     assert bucket.cat_file(address) == whole and command.counts() == (6, 0)
     bucket.pipe_file(address, b"".join(whole.splitlines(keepends=True)[:3]))
     assert run_command([*words, "--resume"]) == 1
