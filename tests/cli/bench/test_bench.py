@@ -248,7 +248,7 @@ def test_everything_at_once(model_folder: Path, tmp_path: Path, capsys: pytest.C
     options += ["--ablate", "kv-cache,chunked-prefill,ragged,dynamic", "--peer", "transformers-generate"]
     options += ["--plot", str(tmp_path / "plots"), "--report", str(tmp_path / "r.html"), "--dtype", "float32"]
     assert run_command(["bench", *options, "-m", str(model_folder)]) == 0
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
     words = "static batches", "transformers-generate", "without KV cache", "The roofline allows", "a request enters"
     assert all(one in shown for one in words)
     assert shown.count("100%") >= 8 and "tokens a step" in shown
