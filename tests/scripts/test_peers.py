@@ -80,7 +80,8 @@ def test_systems_do_the_work(job: PeerJob) -> None:
     assert list(map(len, replies["cbatch"]["outputs"])) == SMALL.lengths
     assert all(reply["seconds"] > 0 for reply in replies.values())
     steps = {name: reply["steps"] for name, reply in replies.items()}
-    assert steps == {"cbatch": 10, "transformers-one": 14, "transformers-static": 9, "transformers-cb": None}
+    assert 10 <= (steps.pop("cbatch") or 0) <= 14  # more than 10 if the first step came before the last request
+    assert steps == {"transformers-one": 14, "transformers-static": 9, "transformers-cb": None}
 
 
 def test_weights_for_llama_cpp(tmp_path: Path) -> None:
