@@ -79,15 +79,16 @@ class BlockPool:
                 self._free[block] = None
                 self._free.move_to_end(block, last=self._keys[block] is not None)
 
-    def get_cached_blocks(self, token_ids: Sequence[int], kind: int = 0) -> list[int]:
+    def get_cached_blocks(self, token_ids: Sequence[int], kind: int = 0, most: int | None = None) -> list[int]:
         """Cached blocks that hold the beginning of a sequence, without its last token, which has to be computed.
 
         kind: sequences of different kinds share nothing; not negative
+        most: tokens that they may hold; None: all but the last
         """
-        size = self.block_size
+        size, most = self.block_size, len(token_ids) - 1 if most is None else most
         blocks: list[int] = []
         content = _root(kind)
-        for start in range(0, len(token_ids) - size, size):
+        for start in range(0, most - size + 1, size):
             block = self._known.get((content, tuple(token_ids[start : start + size])))
             if block is None:
                 break

@@ -302,8 +302,8 @@ class Scheduler:
         """
         if len(self.running) >= self.max_seqs and all(other.priority <= sequence.priority for other in self.running):
             return []
-        sharable = sequence.token_ids[: sequence.num_sharable + 1] if self.prefix_cache else ()
-        cached = self.pool.get_cached_blocks(sharable, sequence.cache_kind)
+        most = sequence.num_sharable if self.prefix_cache else 0
+        cached = self.pool.get_cached_blocks(sequence.token_ids, sequence.cache_kind, most)
         prefix = self.states.cached_prefix(sequence, cached, self.running if self.prefix_cache else ())
         if prefix is None:
             return []
