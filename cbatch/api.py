@@ -360,7 +360,7 @@ class Engine(AbstractContextManager["Engine"]):
         params = SamplingParams(max_tokens=0, prompt_logprobs=top, lora=lora)
         thens = [plain(one) for one in after]
         joined = [
-            [_joined(self.core, plain(text), one) for one in (then if _are_several(then) else [then])]
+            _joined(self.core, plain(text), then if _are_several(then) else [then])
             for text, then in zip(values, thens, strict=True)
         ]
         good = [one for group in joined for one in group if not isinstance(one, Score)]
@@ -718,27 +718,41 @@ def _are_several(then: Any) -> bool:
     return isinstance(then, list) and bool(then) and not isinstance(then[0], int)
 
 
-def _joined(core: SteppingEngine, text: Any, then: Any) -> tuple[list[int], int] | Score:
-    """Token ids of a text with what follows it, and the number of them in front of what is scored; or its error."""
-    try:
-        if isinstance(text, str) and isinstance(then, str | None):
-            context = core.limits.max_model_len
-            ids = core.encode(text, raw=True, context=context)
-            whole = ids if then is None else core.encode(text + then, raw=True, context=context)
-        elif isinstance(text, str | Mapping) or isinstance(then, str | Mapping) or not isinstance(text, list):
-            raise invalid_row("score takes plain texts, or token ids for both text and continuation.")
-        else:
-            ids, whole = text, [*text, *(then or ())]
-        differing = (at for at, (one, other) in enumerate(zip(ids, whole, strict=False)) if one != other)
-        start = next(differing, len(ids)) if then is not None else int(len(whole) > 1)
-        if start == 0 and whole != [core.first_id]:  # something comes before a first token, too, as in training
-            if core.first_id is None:
-                raise invalid_row("Nothing comes before the first token: the model has no token that begins a text.")
-            whole, start = [core.first_id, *whole], 1
-        if not 0 < start < len(whole):
-            raise invalid_row("There is no token to score.")
-    except RequestError as error:
-        return Score(math.nan, error=error.with_traceback(None))
+def _joined(core: SteppingEngine, text: Any, thens: Sequence[Any]) -> list[tuple[list[int], int] | Score]:
+    """For each of several that follow a text: the token ids of both, and the number of those in front of what is
+    scored; or its error.
+    """
+    context, joined = core.limits.max_model_len, list[tuple[list[int], int] | Score]()
+    ids: list[int] | None = None
+    for then in thens:
+        try:
+            if isinstance(text, str) and isinstance(then, str | None):
+                ids = core.encode(text, raw=True, context=context) if ids is None else ids
+                whole = ids if then is None else core.encode(text + then, raw=True, context=context)
+            elif isinstance(text, str | Mapping) or isinstance(then, str | Mapping) or not isinstance(text, list):
+                raise invalid_row("score takes plain texts, or token ids for both text and continuation.")
+            else:
+                ids, whole = text, [*text, *(then or ())]
+            joined.append(_led(core, whole, _first_scored(ids, whole) if then is not None else int(len(whole) > 1)))
+        except RequestError as error:
+            joined.append(Score(math.nan, error=error.with_traceback(None)))
+    return joined
+
+
+def _first_scored(ids: list[int], whole: list[int]) -> int:
+    """The place of the first token that is not one of the text's: one across the boundary counts as what follows."""
+    differing = (at for at, (one, other) in enumerate(zip(ids, whole, strict=False)) if one != other)
+    return next(differing, len(ids))
+
+
+def _led(core: SteppingEngine, whole: list[int], start: int) -> tuple[list[int], int]:
+    """Token ids of which those from `start` on are scored, with one before the first. Raises RequestError."""
+    if start == 0 and whole != [core.first_id]:  # something comes before a first token, too, as in training
+        if core.first_id is None:
+            raise invalid_row("Nothing comes before the first token: the model has no token that begins a text.")
+        whole, start = [core.first_id, *whole], 1
+    if not 0 < start < len(whole):
+        raise invalid_row("There is no token to score.")
     return whole, start
 
 

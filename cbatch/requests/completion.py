@@ -467,7 +467,7 @@ class Score:
         if completion.error is not None or completion.prompt_logprobs is None:
             return cls(math.nan, error=completion.error)
         tokens = [one for one in completion.prompt_logprobs if one.logprob is not None]
-        return cls(math.fsum(one.logprob for one in tokens if one.logprob is not None), tokens)
+        return cls(math.fsum(one.logprob or 0.0 for one in tokens), tokens)
 
     @property
     def mean(self) -> float:
