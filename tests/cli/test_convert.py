@@ -51,6 +51,15 @@ def test_what_is_not_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str
     code, said = convert(ROWS[0] + ROWS[1].replace(b"1.5", b"1.6"), out, "--overwrite")
     assert code == 2 and "in.jsonl has 1 damaged line (first: line 2" in said and out.read_bytes() == before
     assert convert(ROWS[0], out, "--overwrite")[0] == 0 and convert(gzip.compress(ROWS[0]), tmp_path / "b.csv")[0] == 0
+    (link := tmp_path / "link.jsonl").hardlink_to(source)
+    assert convert(ROWS[0], link) == (2, f"cbatch: {link} is the input; choose another file for the output.\n")
+    link.unlink()
+    database = tmp_path / "out.db"
+    assert convert(ROWS[0], database)[0] == 0
+    assert run_command(["convert", f"{database}#Results", str(database), "--overwrite"]) == 2
+    assert "is the input" in capsys.readouterr().err
+    database.unlink()
+    (tmp_path / ".out.db.cbatch-run").unlink(missing_ok=True)
     assert convert(ROWS[0], source)[0] == convert(ROWS[0], "-")[0] == convert(ROWS[0], tmp_path / "out.xml")[0] == 2
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.csv", "b.csv"}
 

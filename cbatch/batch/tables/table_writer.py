@@ -224,6 +224,13 @@ def table_of(path: Path) -> str:
     return split_table(str(path))[1] or RESULTS_TABLE
 
 
+def is_same_output(one: Path, other: Path) -> bool:
+    """Whether two names mean the same file, also by a link, and the same table of it if it is a database."""
+    first, second = (Path(split_table(str(path))[0]) for path in (one, other))
+    is_same = first.exists() and second.exists() and first.samefile(second)
+    return is_same and table_of(one).lower() == table_of(other).lower()
+
+
 def has_results(path: Path, form: OutputForm) -> bool:
     """Whether something stands at the place of a finished output. Raises ConfigError if it can be none."""
     file = Path(split_table(str(path))[0])

@@ -48,7 +48,7 @@ def convert(
     from cbatch.batch.journal import StoredRows
     from cbatch.batch.row import Row
     from cbatch.batch.run_record import read_record, write_record
-    from cbatch.batch.tables.table_writer import TableWriter, open_results
+    from cbatch.batch.tables.table_writer import TableWriter, is_same_output, open_results
 
     path, form, kind = resolved(target), target_form or output_form(target, "--to"), compression(target)
     if target == "-":
@@ -57,7 +57,7 @@ def convert(
         files = dict[str, StoredRows]()
         for source in sources:
             read = resolved(source)
-            if path == read:
+            if is_same_output(path, read):
                 raise ConfigError(f"{target} is the input; choose another file for the output.")
             read_form = source_form or output_form(source, "--from")
             stored = opened.enter_context(StoredRows(open_results(read, read_form), source))
