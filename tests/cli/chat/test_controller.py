@@ -323,13 +323,19 @@ def test_what_commands_refuse(harness: ChatHarness, tmp_path: Path, line: str, m
         execute_line(chat, line)
 
 
-def test_two_chats_do_not_overwrite_each_other(harness: ChatHarness, tmp_path: Path) -> None:
-    """Guards a file that is open in two chats: the second one continues in a file of its own."""
-    stores = [SessionStore(tmp_path), SessionStore(tmp_path)]
+def in_two_chats(harness: ChatHarness, folder: Path) -> tuple[list[SessionStore], ChatController, ChatController, Path]:
+    """Two chats with a store each, the first of which has begun a session, and the session's file."""
+    stores = [SessionStore(folder), SessionStore(folder)]
     first, second = (harness.make(store=store) for store in stores)
     harness.ask(first, "My name is Ada.")
     stores[0].wait()
-    (path,) = (tmp_path / "sessions").glob("*.json")
+    (path,) = (folder / "sessions").glob("*.json")
+    return stores, first, second, path
+
+
+def test_two_chats_do_not_overwrite_each_other(harness: ChatHarness, tmp_path: Path) -> None:
+    """Guards a file that is open in two chats: the second one continues in a file of its own."""
+    stores, first, second, path = in_two_chats(harness, tmp_path)
     stores[1]._run_id = "other"
     second.open_saved(stores[1].open(path))
     harness.ask(first, "Hello.")
@@ -343,11 +349,7 @@ def test_two_chats_do_not_overwrite_each_other(harness: ChatHarness, tmp_path: P
 
 def test_a_chat_spares_what_another_has_added_to_its_own_file(harness: ChatHarness, tmp_path: Path) -> None:
     """Guards the chat that began a file against the one that continued it, as `cbatch chat -c QUESTION` does."""
-    stores = [SessionStore(tmp_path), SessionStore(tmp_path)]
-    first, second = (harness.make(store=store) for store in stores)
-    harness.ask(first, "My name is Ada.")
-    stores[0].wait()
-    (path,) = (tmp_path / "sessions").glob("*.json")
+    stores, first, second, path = in_two_chats(harness, tmp_path)
     second.open_saved(stores[1].open(path))
     harness.ask(second, "What is my name?")
     stores[1].wait()
