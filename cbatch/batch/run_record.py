@@ -1,4 +1,4 @@
-"""What a run keeps of itself in a small hidden file beside its output: its options, and what its keys come of.
+"""The record of a run in a small hidden file beside its output: its options, and what its keys come of.
 
 Nothing but convenience depends on it: without the file, options are given again, and messages name all that may differ.
 """

@@ -155,7 +155,7 @@ class TokenJournal:
             self.close()
 
     def known(self, line: int, request: str) -> dict[int, KnownOutput]:
-        """What the outputs of a request had in the earlier run, by their numbers."""
+        """The tokens that the outputs of a request had in the earlier run, by their numbers."""
         return {one.output: one.tokens for one in self.unfinished.get(line, {}).values() if one.request == request}
 
     def drop(self, index: int) -> None:

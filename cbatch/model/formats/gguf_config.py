@@ -30,7 +30,7 @@ _EPSILONS = {
     "layer_norm_epsilon": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"),
     "layer_norm_rms_epsilon": ("rms_norm_eps", "layer_norm_epsilon", "norm_eps"),
 }
-"""What files call the epsilon of norms, and what classes may call it."""
+"""The name of the norms' epsilon in files, and those that classes may have for it."""
 
 _NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight")
 """Tensors that the config is made of."""

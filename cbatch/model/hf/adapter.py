@@ -244,7 +244,7 @@ class TransformersModel:
         return replace(states)
 
     def _served(self, serve: Callable[[Any, Any, torch.device], Any]) -> Any:
-        """What a function gives that changes modules of the network, once."""
+        """The result of a function that changes modules of the network, which is called once."""
         with _claiming:
             if serve not in self._shared.served:
                 with self._own_attention(), torch.inference_mode():

@@ -27,7 +27,7 @@ def reply_formats() -> dict[str, ReplyFormat]:
 
 
 def _with_other(fields: Mapping[str, Any], read: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What a declaration says, on top of what the one says that it is like."""
+    """The words of a declaration, on top of those of the one that it is like."""
     other, own = read.get(fields.get("like", ""), {}), {key: one for key, one in fields.items() if key != "like"}
     return {**other, **own, "calls": {**other.get("calls", {}), **own["calls"]}} if other else own
 

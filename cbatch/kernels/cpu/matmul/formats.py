@@ -61,7 +61,7 @@ MOST_WEIGHT = {INT8: 255, INT4: 15, INT4_ZEROS: 15} | {
 _NUMBERS = np.zeros((FP8, 256), np.float32)
 for _format, _offset in {INT4_ZEROS: 0, **OFFSETS}.items():
     _NUMBERS[_format] = np.resize(LEVELS.get(_format, np.arange(256) - _offset), 256)
-"""What a byte or 4 bits stand for, in each format."""
+"""The values of a byte or of 4 bits, in each format."""
 
 _HALF = np.dtype(np.float16).itemsize
 
