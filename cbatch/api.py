@@ -51,6 +51,7 @@ from cbatch.requests.prompts import (
     with_options,
 )
 from cbatch.requests.rows import CHAT, set_defaults
+from cbatch.requests.scores import CHOICES, SCORE
 from cbatch.runtime.tracing import StepTracer
 from cbatch.schedule.limits import EngineLimits
 from cbatch.text.tokenizer import ChatTokenizer, Prompt
@@ -357,22 +358,22 @@ class Engine(AbstractContextManager["Engine"]):
             after = [after] if is_single and not is_one else after
         if len(after) != len(values):
             raise invalid_row(f"Each text needs one continuation: there are {len(values):,} and {len(after):,}.")
-        params = SamplingParams(max_tokens=0, prompt_logprobs=top, lora=lora)
-        thens = [plain(one) for one in after]
-        joined = [
-            _joined(self.core, plain(text), then if _are_several(then) else [then])
-            for text, then in zip(values, thens, strict=True)
-        ]
-        good = [one for group in joined for one in group if not isinstance(one, Score)]
-        requests = list(self._encoded([token_ids for token_ids, _ in good], params, 0))
-        for request, (_, start) in zip(requests, good, strict=True):
-            if isinstance(request, Request):
-                request.scored_from = start
+        rows, thens = [], [plain(one) for one in after]
+        for text, then in zip(map(plain, values), thens, strict=True):
+            asked = {"prompt_token_ids": text} if isinstance(text, list) else {"prompt": text, "raw": True}
+            choices = [] if then is None else then if _are_several(then) else [then]
+            rows.append({**asked, SCORE: True, **({CHOICES: choices} if choices else {})})
+        requests = list(self._encoded(rows, {"logprobs": top, "lora": lora}, 0))
 
         def scores(completions: Iterable[Completion]) -> Any:
-            results = iter(completions)
-            groups = [[one if isinstance(one, Score) else Score.of(next(results)) for one in group] for group in joined]
-            made = [group if _are_several(then) else group[0] for group, then in zip(groups, thens, strict=True)]
+            made: list[Any] = []
+            for then, completion in zip(thens, completions, strict=True):
+                ranked = sorted(completion.choices, key=attrgetter("index"))
+                found = [one.score or Score(math.nan, error=completion.error) for one in ranked]
+                if _are_several(then):
+                    made.append(found if completion.error is None else found * len(then))
+                else:
+                    made.append(found[0])
             return made[0] if is_single else made
 
         return requests, scores
@@ -716,44 +717,6 @@ def _data_of(prompt: Any) -> bytes:
 def _are_several(then: Any) -> bool:
     """Whether what follows a text is a list of continuations, and not one text or its token ids."""
     return isinstance(then, list) and bool(then) and not isinstance(then[0], int)
-
-
-def _joined(core: SteppingEngine, text: Any, thens: Sequence[Any]) -> list[tuple[list[int], int] | Score]:
-    """For each of several that follow a text: the token ids of both, and the number of those in front of what is
-    scored; or its error.
-    """
-    context, joined = core.limits.max_model_len, list[tuple[list[int], int] | Score]()
-    ids: list[int] | None = None
-    for then in thens:
-        try:
-            if isinstance(text, str) and isinstance(then, str | None):
-                ids = core.encode(text, raw=True, context=context) if ids is None else ids
-                whole = ids if then is None else core.encode(text + then, raw=True, context=context)
-            elif isinstance(text, str | Mapping) or isinstance(then, str | Mapping) or not isinstance(text, list):
-                raise invalid_row("score takes plain texts, or token ids for both text and continuation.")
-            else:
-                ids, whole = text, [*text, *(then or ())]
-            joined.append(_led(core, whole, _first_scored(ids, whole) if then is not None else int(len(whole) > 1)))
-        except RequestError as error:
-            joined.append(Score(math.nan, error=error.with_traceback(None)))
-    return joined
-
-
-def _first_scored(ids: list[int], whole: list[int]) -> int:
-    """The place of the first token that is not one of the text's: one across the boundary counts as what follows."""
-    differing = (at for at, (one, other) in enumerate(zip(ids, whole, strict=False)) if one != other)
-    return next(differing, len(ids))
-
-
-def _led(core: SteppingEngine, whole: list[int], start: int) -> tuple[list[int], int]:
-    """Token ids of which those from `start` on are scored, with one before the first. Raises RequestError."""
-    if start == 0 and whole != [core.first_id]:  # something comes before a first token, too, as in training
-        if core.first_id is None:
-            raise invalid_row("Nothing comes before the first token: the model has no token that begins a text.")
-        whole, start = [core.first_id, *whole], 1
-    if not 0 < start < len(whole):
-        raise invalid_row("There is no token to score.")
-    return whole, start
 
 
 def _close(core: SteppingEngine, threads: list[EngineThread], process: int, timeout_s: float | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from cbatch.base.chat_template_options import DEFAULT_TEMPLATE, TemplateOptions
 from cbatch.base.errors import RequestError, invalid_row
@@ -31,6 +31,21 @@ class ToolChoice:
     name: str | None = None
 
 
+class ScoredTail(NamedTuple):
+    """The end of a continuation that is scored, or of several that differ in their last token.
+
+    token_ids:   behind the request's `prompt_ids`, without the last one
+    scored_from: number of the first token that is scored, counted from the beginning of the prompt
+    last:        tokens that may follow, each of which is scored; nothing is computed for them
+    members:     number of the continuation that ends with each
+    """
+
+    token_ids: Sequence[int]
+    scored_from: int
+    last: Sequence[int]
+    members: Sequence[int]
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
 class Request:
     """One request. It is filled as it goes, and each stage reads what the stages before it have set.
@@ -44,6 +59,8 @@ class Request:
     tools:      functions that the model may call, in OpenAI's form
     choice:     what it must call; None if it need not call any
     max_calls:  most tool calls of an output that count; None for all
+    continuations: texts or token ids whose log-probabilities behind the prompt are asked for, instead of an answer.
+                None stands for the prompt itself
     answer:     beginning of the model's answer, which it is to continue
     given:      sampling parameters that the row sets, by name
     given_template: options of the chat template that the row sets
@@ -78,7 +95,7 @@ class Request:
     is_thinking: whether the prompt leaves the model inside its reasoning
     prefix:   the beginning of the answer, which the prompt ends with
     known:    what each output has already, which it goes on with; empty if nothing is known
-    scored_from: the first token of the prompt whose log-probability is wanted, if those are asked for
+    tails:    of the continuations, which begin alike with `prompt_ids`; empty if an answer is asked for
 
     In an engine, by `SteppingEngine.add_request` and `EngineThread`:
     request_id:      its number there; None until it is accepted
@@ -100,6 +117,7 @@ class Request:
     tools: Sequence[Mapping[str, Any]] = ()
     choice: ToolChoice | None = None
     max_calls: int | None = None
+    continuations: Sequence[str | Sequence[int] | None] = ()
     answer: str = ""
     given: dict[str, Any] = field(default_factory=dict)
     given_template: dict[str, Any] = field(default_factory=dict)
@@ -131,7 +149,7 @@ class Request:
     is_thinking: bool = False
     prefix: str = ""
     known: Sequence[KnownOutput] = ()
-    scored_from: int = 1
+    tails: Sequence[ScoredTail] = ()
 
     request_id: int | None = None
     max_new_tokens: int = 0
@@ -155,6 +173,16 @@ class Request:
         """The seed that counts."""
         return self.seed if self.params.seed is None else self.params.seed
 
+    @property
+    def num_outputs(self) -> int:
+        """How many sequences an engine computes for it."""
+        return len(self.tails) or self.params.n
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens that are given, each that several outputs share once."""
+        return len(self.prompt_ids) + sum(len(tail.token_ids) + len(tail.last) for tail in self.tails)
+
     def derived_seed(self, run_seed: int) -> int:
         """The seed that the row gets in a run with this one, unless it has its own."""
         kind, name = ("id", self.id) if self.id is not None else ("index", self.index)
@@ -173,7 +201,7 @@ class Request:
 
     def without_source(self) -> Request:
         """The encoded request as an engine needs it, without its source, which may be much larger."""
-        return replace(self, text=None, messages=None, given={}, extra={}, first=None)
+        return replace(self, text=None, messages=None, continuations=(), given={}, extra={}, first=None)
 
     def invalid(self, message: str, code: str = "invalid_row") -> RequestError:
         """An error that says where the row stands."""

@@ -42,7 +42,7 @@ class CachedOutputs:
             return False
         try:
             events = list(events_of(data))
-            is_whole = {event.sample_index for event in events} == set(range(outputs.request.params.n))
+            is_whole = {event.sample_index for event in events} == set(range(outputs.request.num_outputs))
         except (ValueError, KeyError, TypeError):
             is_whole = False
         if not is_whole:

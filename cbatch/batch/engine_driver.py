@@ -136,7 +136,7 @@ class EngineStream(RowStream):
             return weight
         self._submit(row, request)
         scores = 1 + request.params.prompt_logprobs if request.params.prompt_logprobs is not None else 0
-        return weight + (BYTES_PER_TOKEN + BYTES_PER_SCORE * scores) * len(request.prompt_ids)
+        return weight + (BYTES_PER_TOKEN + BYTES_PER_SCORE * scores) * request.num_prompt_tokens
 
     def _end_input(self) -> None:
         with self._reporting():
@@ -163,7 +163,7 @@ class EngineStream(RowStream):
                 return
         row.limit = output_limit(self._limits, request)
         likely = self._forecast.remaining(request, row.limit)
-        row.tokens = len(request.prompt_ids) + request.params.n * likely
+        row.tokens = request.num_prompt_tokens + request.num_outputs * likely
         row.beginning = beginning_of(request.prompt_ids)
         if self._token_journal is not None:
             self._token_journal.follow(row)

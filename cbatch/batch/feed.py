@@ -233,8 +233,8 @@ class EngineFeed:
         ]
         return WorkAhead(
             rows=len(rows),
-            prompt_tokens=sum(len(one.request.prompt_ids) for one in rows),
-            prompts_to_come=sum(len(one.request.prompt_ids) for one in to_come),
+            prompt_tokens=sum(one.request.num_prompt_tokens for one in rows),
+            prompts_to_come=sum(one.request.num_prompt_tokens for one in to_come),
             output_tokens=sum(likely for likely, _ in to_go),
             longest_likely=max((likely for likely, _ in to_go), default=0),
             longest=max((most for _, most in to_go), default=0),
@@ -247,7 +247,7 @@ class EngineFeed:
 
     def _work(self, row: Row) -> tuple[float, int]:
         likely = self._forecast.remaining(row.request, row.limit)
-        return likely + len(row.request.prompt_ids) / PROMPT_TOKENS_PER_OUTPUT_TOKEN, row.limit
+        return likely + row.request.num_prompt_tokens / PROMPT_TOKENS_PER_OUTPUT_TOKEN, row.limit
 
     def _fill(self) -> None:
         if self._is_filling:  # by a caller further up, who goes on
@@ -265,7 +265,7 @@ class EngineFeed:
 
     def _submit(self, row: Row) -> None:
         self._in_engine[row.position] = row
-        row.unfinished = row.request.params.n
+        row.unfinished = row.request.num_outputs
         self._outputs[row.request.priority] += row.unfinished
         self._engine_thread.submit(row.request, partial(self._on_event, row))
         if self._is_closed:  # since the requests in flight may have been cancelled before this one was there

@@ -17,6 +17,7 @@ from cbatch.base.units import format_count, word_for
 from cbatch.batch.answer_cache import CacheConfig
 from cbatch.batch.token_journal import TokenJournalConfig
 from cbatch.requests.rows import fill_broken, fill_row, fill_with_columns
+from cbatch.requests.scores import SCORE, continuations_in
 from cbatch.tools.tool import MAX_TOOL_ROUNDS, Tool
 from cbatch.validation.validation import Validation
 
@@ -190,6 +191,7 @@ class RowOptions:
 
     is_text:       lines are prompts instead of JSON
     has_columns:   each line is `{"columns": ..., "row": ...}`: a row, and columns whose names have no meaning but `id`
+    scores:        every row is a score row (see `requests/scores.py`)
     unit:          what messages call a line: `line`, `row` of a table, or `item` of a program, whose first is 0
     allow_unknown: carry misspelt parameters along instead of refusing their row
     tools:         run what models call of these, in conversations whose rows bring no tools of their own
@@ -202,6 +204,7 @@ class RowOptions:
     defaults: RequestDefaults = field(default_factory=RequestDefaults)
     is_text: bool = False
     has_columns: bool = False
+    scores: bool = False
     unit: str = "line"
     allow_unknown: bool = False
     tools: tuple[Tool, ...] = ()
@@ -221,13 +224,17 @@ def parse_line(line: Line, options: RowOptions = DEFAULT_OPTIONS) -> Request:
     try:
         text = line.text(row.where)
         if options.is_text:
-            row.text = text
+            row.text, row.raw, row.continuations = text, options.scores, [None] if options.scores else []
         else:
             fields = parse_json_object(text, row.where, "a row")
+            asked = fields["row"] if options.has_columns else fields
+            if options.scores:
+                of_columns = continuations_in(fields["columns"]) if options.has_columns else {}
+                asked = {SCORE: True, **of_columns, **asked}
             if options.has_columns:
-                fill_with_columns(row, fields["row"], fields["columns"], allow_unknown=options.allow_unknown)
+                fill_with_columns(row, asked, fields["columns"], allow_unknown=options.allow_unknown)
             else:
-                fill_row(row, fields, allow_unknown=options.allow_unknown)
+                fill_row(row, asked, allow_unknown=options.allow_unknown)
     except RequestError as error:
         row.error = error
         is_json = not (options.is_text or options.has_columns)

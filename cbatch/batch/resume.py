@@ -40,7 +40,7 @@ def earlier_limits(rows: Iterable[bytes], max_tokens: int) -> list[int]:
 
 def with_key(row: bytes, key: str) -> bytes | None:
     """A row as a run with a higher limit would write it, whose key is this one. None if it has to be computed."""
-    ends = {one["finish_reason"] for one in _outputs(json.loads(row))}
+    ends = {one.get("finish_reason") for one in _outputs(json.loads(row))}
     return rewritten(row, key) if ends == {"stop"} else None
 
 
@@ -79,7 +79,7 @@ def known_tokens(row: bytes) -> tuple[tuple[int, ...], ...]:
 
 def _limit(fields: Fields) -> int | None:
     outputs = _outputs(fields)
-    ended = [one for one in outputs if one["finish_reason"] == "length"]
+    ended = [one for one in outputs if one.get("finish_reason") == "length"]
     if not ended:
         return None
     if "token_ids" in ended[0]:

@@ -65,7 +65,8 @@ class RowOutcome(NamedTuple):
         if error is not None and validation is None:
             return cls(code, message)
         cut = [one for one in completion.choices if one.finish_reason == "length"]
-        is_whole = error is not None or all(one.text.strip() or one.tool_calls for one in completion.choices)
+        outputs = completion.choices
+        is_whole = error is not None or all(one.text.strip() or one.tool_calls or one.score for one in outputs)
         timing, usage, reused = completion.timing, completion.usage, completion.reused
         ttft_s = tpot_s = None
         if timing.first_token_at is not None and not completion.from_cache:

@@ -367,7 +367,7 @@ class MemoryProfiler:
         logits, rows = self._runner.forward(batch), len(scheduled.to_sample)
         bitmask = torch.from_numpy(full_bitmask(self._model.vocab_size))
         masks = TokenMasks(bitmask.expand(rows, -1), [None] * rows)
-        PendingSample(scheduled, logits, self._sampler, batch.scored, masks).get()
+        PendingSample(scheduled, logits, self._sampler, batch.scoring, masks).get()
 
 
 def _lengths(count: int, total: int, longest: int, least: int) -> list[int]:

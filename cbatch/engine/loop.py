@@ -159,7 +159,7 @@ class StepLoop:
         if all(chunk.sequence.has_ended for chunk in scheduled.chunks):
             return None
         with span("sample"):
-            return PendingSample(scheduled, logits, self._sampler, batch.scored, masks)
+            return PendingSample(scheduled, logits, self._sampler, batch.scoring, masks)
 
     def _on_device(self) -> AbstractContextManager[object]:
         model = self.runner.model

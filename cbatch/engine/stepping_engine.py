@@ -34,6 +34,7 @@ from cbatch.runtime.cpu import describe_threads
 from cbatch.runtime.device import is_accelerator, pins_memory
 from cbatch.runtime.memory import release_memory
 from cbatch.runtime.transfer import synchronize
+from cbatch.sample.output import MAX_ELEMENTS
 from cbatch.sample.processors import counts_for
 from cbatch.sample.structured.compiler import ConstraintCompiler
 from cbatch.sample.structured.grammar import CompiledGrammar, GrammarState
@@ -204,6 +205,7 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
             limits=self.scheduler.sequence_limits,
             fingerprint=self.fingerprint,
             compile=self.compile,
+            first_id=self.first_id,
             adapters=self._adapters,
         )
         return InputProcessor(model, defaults or RequestDefaults())
@@ -261,17 +263,22 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         self.runner.check_open()
         params = request.params
         check_adapter(params.lora, self._adapters)
-        request.max_new_tokens = self.max_new_tokens(request.prompt_ids, params)
+        longest = [*request.prompt_ids, *max((tail.token_ids for tail in request.tails), key=len, default=())]
+        request.max_new_tokens = self.max_new_tokens(longest, params)
+        for tail in request.tails:
+            self._check_tokens("Token id", [*tail.token_ids, *tail.last])
         request.grammar = request.grammar or self.compile(params)
         request.stop_ids = request.ends(self.loaded.eos_ids)
         request.bad_words = self.tokenizer.bad_word_ids(params.bad_words) if self.tokenizer else ()
         request.adapter_number = 1 + list(self._adapters).index(params.lora) if params.lora else 0
-        is_long = len(request.prompt_ids) + request.max_new_tokens > (self.model.short_context or math.inf)
+        is_long = len(longest) + request.max_new_tokens > (self.model.short_context or math.inf)
         request.position_offset = self.model.max_model_len if is_long else 0
         request.request_id = self._next_id
-        outputs = self._requests[self._next_id] = [self._new_sequence(request, number) for number in range(params.n)]
-        self._next_id += params.n
-        for output, known in zip(outputs, request.known or [KnownOutput()] * params.n, strict=True):
+        outputs = self._requests[self._next_id] = [
+            self._new_sequence(request, number) for number in range(request.num_outputs)
+        ]
+        self._next_id += len(outputs)
+        for output, known in zip(outputs, request.known or [KnownOutput()] * len(outputs), strict=True):
             self._events += self.scheduler.resume(output, known.samples())
         return request.request_id
 
@@ -303,14 +310,13 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
                 budget=request.max_new_tokens,
                 successor=form,
             )
+        ids, scored_from, candidates = list(request.prompt_ids), 1, list[int]()
+        if request.tails:
+            tail = request.tails[number]
+            ids, scored_from, candidates = [*ids, *tail.token_ids], tail.scored_from, list(tail.last)
+        counts = counts_for(params, request.prompt_ids)
         return TokenSequence(
-            self._next_id + number,
-            list(request.prompt_ids),
-            request,
-            number,
-            detokenizer,
-            guide,
-            counts_for(params, request.prompt_ids),
+            self._next_id + number, ids, request, number, detokenizer, guide, counts, scored_from, candidates
         )
 
     def take_events(self) -> list[TokenEvent]:
@@ -483,6 +489,7 @@ def _make_scheduler(config: EngineConfig, runner: ModelRunner, limits: StepLimit
         prefix_cache=config.prefix_cache,
         state_slots=StateSlots(state_pool.num_slots) if state_pool is not None else None,
         chunk_multiple=model.chunk_multiple,
+        max_scored=max(MAX_ELEMENTS // model.vocab_size, 1),
         speculate=speculate,
     )
 

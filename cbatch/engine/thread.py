@@ -99,7 +99,7 @@ class EngineThread:
 
     def submit(self, request: Request, on_event: EventCallback) -> None:
         """Queues a request. Its events go to `on_event`, also the error if it is refused."""
-        request.on_event, request.unfinished = on_event, set(range(request.params.n))
+        request.on_event, request.unfinished = on_event, set(range(request.num_outputs))
         self._send(partial(self._add, request))
 
     def cancel(self, request: Request) -> None:

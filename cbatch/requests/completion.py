@@ -104,6 +104,7 @@ class Choice:
     note:          what is unusual about it, as a sentence: reasoning that the model did not close
     token_ids:     the generated tokens, with the end token
     logprobs:      of each of these tokens; None if not asked for
+    score:         how likely the text is, if it was given to be scored; nothing is generated then
     """
 
     index: int = 0
@@ -116,6 +117,7 @@ class Choice:
     note: str | None = None
     token_ids: Sequence[int] = ()
     logprobs: Sequence[TokenLogprob] | None = None
+    score: Score | None = None
 
     def to_message(self) -> dict[str, Any]:
         """The output as a message, with which its conversation goes on, in OpenAI's form with `reasoning`."""
@@ -149,9 +151,9 @@ class Completion(Mapping[str, Any]):
     So a list of them can be given to `pandas.DataFrame` or `datasets.Dataset.from_list`, and `dict(completion)` to
     `json.dumps`. Change a row from `to_dict` and not what the mapping holds. Completions with the same row are equal.
 
-    choices:         the outputs, one unless `n` asks for more; one that is empty if there is an error. The completion
-                     has `text`, `reasoning`, `tool_calls`, `stop_reason`, `note`, `token_ids` and `logprobs` of the
-                     first
+    choices:         the outputs, one unless `n` asks for more; one that is empty if there is an error. Continuations
+                     that were scored, the likeliest first. The completion has `text`, `reasoning`, `tool_calls`,
+                     `stop_reason`, `note`, `token_ids`, `logprobs` and `score` of the first
     prompt:          a text, token ids, or a mapping with `messages`; None if it could not be read, and of `from_row`
     usage:           numbers of tokens
     error:           why the request failed, or None
@@ -252,6 +254,7 @@ class Completion(Mapping[str, Any]):
     note: str | None = _of_first_choice("note")
     token_ids: Sequence[int] = _of_first_choice("token_ids")
     logprobs: Sequence[TokenLogprob] | None = _of_first_choice("logprobs")
+    score: Score | None = _of_first_choice("score")
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -329,8 +332,10 @@ class Completion(Mapping[str, Any]):
         choices = list(map(self._choice_fields, self.choices))
         fields |= choices[0]
         if len(choices) > 1:
-            fields["choices"] = [{"index": number, **choice} for number, choice in enumerate(choices)]
-            fields["finish_reason"] = self.finish_reason
+            pairs = zip(self.choices, choices, strict=True)
+            fields["choices"] = [{"index": choice.index, **shown} for choice, shown in pairs]
+            if self.score is None:
+                fields["finish_reason"] = self.finish_reason
         if self.prompt_logprobs is not None:
             fields["prompt_logprobs"] = self._scores()
         return fields | self.request_columns | {"usage": self.usage.to_dict(), "key": self.key}
@@ -389,6 +394,8 @@ class Completion(Mapping[str, Any]):
         return shown | columns.fields("of_output", self._columns, choice)
 
     def _choice_fields(self, choice: Choice) -> dict[str, Any]:
+        if choice.score is not None:
+            return {"text": choice.text if self.has_text else None, **choice.score.to_dict()}
         fields: dict[str, Any] = {
             "text": choice.text if self.has_text else None,
             "finish_reason": choice.finish_reason,
@@ -452,37 +459,34 @@ class Completions(list[Completion]):
 class Score:
     """How likely the model finds a text.
 
-    logprob: sum of the log-probabilities of its tokens; nan if there is an error
-    tokens:  the tokens that were scored
-    error:   why it could not be scored, or None
+    logprob:    sum of the log-probabilities of its tokens; nan if there is an error
+    num_tokens: how many of them were scored
+    is_greedy:  whether greedy sampling would have given these tokens
+    tokens:     the tokens that were scored; of a row, only if log-probabilities are asked for
+    error:      why it could not be scored, or None
     """
 
     logprob: float
+    num_tokens: int = 0
+    is_greedy: bool = False
     tokens: Sequence[TokenLogprob] = field(default=(), repr=False)
     error: RequestError | None = None
-
-    @classmethod
-    def of(cls, completion: Completion) -> Score:
-        """The score of a prompt. Its first token has none: nothing comes before it."""
-        if completion.error is not None or completion.prompt_logprobs is None:
-            return cls(math.nan, error=completion.error)
-        tokens = [one for one in completion.prompt_logprobs if one.logprob is not None]
-        return cls(math.fsum(one.logprob or 0.0 for one in tokens), tokens)
 
     @property
     def mean(self) -> float:
         """The mean log-probability of a token; nan if there is an error."""
-        return self.logprob / max(len(self.tokens), 1)
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether greedy sampling would have given these tokens."""
-        return bool(self.tokens) and all(one.is_likeliest for one in self.tokens)
+        return self.logprob / max(self.num_tokens, 1)
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the mean negative log-probability of a token; nan if there is no token."""
+        """The exponential of the mean negative log-probability of a token; nan if there is an error."""
         return math.exp(-self.mean)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields of a score row."""
+        figures = {"logprob": _rounded(self.logprob), "mean_logprob": _rounded(self.mean)}
+        details = {"logprobs": {"content": _tokens(self.tokens)}} if self.tokens else {}
+        return figures | {"num_tokens": self.num_tokens, "is_greedy": self.is_greedy} | details
 
 
 def _question(request: Request) -> Any:
@@ -493,11 +497,16 @@ def _question(request: Request) -> Any:
 
 
 def _choice_of(fields: Mapping[str, Any]) -> Choice:
+    index = fields.get("index", 0) if "key" not in fields else 0
+    if "mean_logprob" in fields:
+        tokens = _logprobs_of(fields["logprobs"]["content"]) if "logprobs" in fields else ()
+        score = Score(fields["logprob"], fields["num_tokens"], fields["is_greedy"], tokens)
+        return Choice(index=index, text=fields["text"] or "", score=score)
     message = fields.get("message", fields)
     calls = [(call["function"], call["id"]) for call in message.get("tool_calls", ())]
     logprobs = fields.get("logprobs")
     return Choice(
-        index=fields.get("index", 0) if "key" not in fields else 0,
+        index=index,
         text=message.get("content" if "message" in fields else "text") or "",
         reasoning=message.get("reasoning"),
         tool_calls=tuple(ToolCall(function["name"], function["arguments"], name) for function, name in calls),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from cbatch.base.chat_template_options import TemplateOptions, effort_variables
@@ -16,6 +16,7 @@ from cbatch.extras import require_package
 from cbatch.requests.completion import Completion
 from cbatch.requests.param_names import own_params
 from cbatch.requests.row_keys import KeyMaker, canonical_params
+from cbatch.requests.scores import scoring_params, set_tails
 from cbatch.sample.structured.grammar import CompiledGrammar
 from cbatch.schedule.limits import SequenceLimits
 from cbatch.text.tokenizer import ChatTokenizer
@@ -30,6 +31,7 @@ class ModelInfo:
     default_params: the model's own sampling parameters
     limits:         how long sequences can get
     fingerprint:    hash of the model, for keys
+    first_id:       the token before the first of a text, if the model has one
     adapters:       fingerprints of its LoRA adapters by name
     compile:        compiles the constraint of a request (see `SteppingEngine.compile`)
     """
@@ -39,6 +41,7 @@ class ModelInfo:
     limits: SequenceLimits
     fingerprint: str
     compile: Callable[[SamplingParams, Sequence[Mapping[str, Any]], ToolChoice | None], CompiledGrammar | None]
+    first_id: int | None = None
     adapters: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -89,6 +92,9 @@ class InputProcessor:
         with _locating(row, "the row cannot be read"):
             defaults = self._defaults
             effective, sampling = self._sampling(row, params)
+            if row.continuations:
+                effective = scoring_params(effective)
+                sampling = canonical_params(effective)
             adapters, model = self._model.adapters, row.call.model if row.call is not None else None
             if model is not None and model in adapters and "lora" not in row.given:
                 effective = replace(effective, lora=model)  # as for servers of vLLM
@@ -108,7 +114,8 @@ class InputProcessor:
             effort = self._effort_fields(effective, row.messages is not None) if asked else {}
             row.template = _with_fields(_with_fields(self._template, effort), row.given_template)
             limit, limits = None, self._model.limits
-            if limits.cache_is_small:  # then the cache may cut off the output earlier than the context
+            # Then the cache may cut off the output earlier than the context.
+            if limits.cache_is_small and not row.continuations:
                 with suppress(RequestError):  # `encode` will say it
                     row.prompt_ids = self._fitting_ids(row)
                     limit = limits.limit_of_cache(len(row.prompt_ids), effective.max_tokens)
@@ -119,6 +126,10 @@ class InputProcessor:
         """Sets a request's token ids and compiles its constraint. Raises RequestError as `request` does."""
         with _locating(request, "the prompt cannot be encoded"):
             tokenizer, params = self._tokenizer, request.params
+            if request.continuations:
+                encode = partial(encoded_ids, tokenizer=tokenizer, context=self.limits.context)
+                set_tails(request, encode, self._model.first_id, partial(self.limits.max_new_tokens, at_least=0))
+                return request
             prompt_ids = request.prompt_ids = self._fitting_ids(request)
             self._model.limits.max_new_tokens(len(prompt_ids), at_least=0)  # else many too long ones would wait for it
             request.grammar = self._compile(params, request.tools, request.choice)

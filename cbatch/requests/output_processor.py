@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,8 @@ from cbatch.base.errors import RequestError, as_error
 from cbatch.base.outputs import FinishReason, TokenEvent, TokenLogprobs
 from cbatch.base.request import Request
 from cbatch.requests import columns
-from cbatch.requests.completion import Choice, Completion, Timing, TokenLogprob, Usage
+from cbatch.requests.completion import Choice, Completion, Score, Timing, TokenLogprob, Usage
+from cbatch.requests.scores import scores_of
 from cbatch.text.replies.declaration import ReplyFormat
 from cbatch.text.replies.stream import Ending, OutputStream, ParsedDelta
 from cbatch.text.tokenizer import ChatTokenizer
@@ -54,6 +56,7 @@ class Output:
 
     texts: its text, in pieces, if the engine made it to find stop strings
     parts: takes its text apart as it comes; None until somebody reads the output as a stream
+    prompt_logprobs: of the prompt's tokens from the first that is scored on; None if it gives none
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -62,6 +65,7 @@ class Output:
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None
     closed: bool = False
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None
     parts: _OutputParts | None = None
 
 
@@ -119,12 +123,11 @@ class OutputProcessor:
         self.request = request
         self._tokenizer = tokenizer
         self._new_parts = partial(_OutputParts, request, tokenizer, request.ends(eos_ids))
-        self.outputs = [Output() for _ in range(request.params.n)]
-        self.prompt_logprobs: Sequence[TokenLogprobs] | None = None
+        self.outputs = [Output() for _ in range(request.num_outputs)]
         self._error: tuple[int, RequestError] | None = None
         self._cached_tokens = 0
         self._num_known = 0
-        self._num_unfinished = self._num_unread = request.params.n
+        self._num_unfinished = self._num_unread = request.num_outputs
         self._taken_at = time.monotonic()
         self._first_token_at: float | None = None
         self._finished_at: float | None = None
@@ -156,7 +159,7 @@ class OutputProcessor:
         if event.logprobs is not None:
             output.logprobs.append(event.logprobs)
         if event.prompt_logprobs is not None:
-            self.prompt_logprobs = event.prompt_logprobs
+            output.prompt_logprobs = event.prompt_logprobs
         if event.error is not None:
             self.fail(event.error, event.sample_index)
         elif event.sample_index == 0:
@@ -211,23 +214,23 @@ class OutputProcessor:
         """The result, once all outputs have ended."""
         request = self.request
         choices: list[Choice] = []
-        while self._error is None and len(choices) < len(self.outputs):
+        while self._error is None and len(choices) < len(request.continuations or self.outputs):
             try:
-                choices.append(self._choice(len(choices)))
+                choices.append(self._scored(len(choices)) if request.tails else self._choice(len(choices)))
             except BaseException as raised:
                 self.fail(_text_error(raised), len(choices))
         thought = [self._tokenizer.num_thought(one.token_ids) for one in choices if one.reasoning and self._tokenizer]
         num_tokens = sum(len(one.token_ids) for one in self.outputs)
-        usage = Usage(len(request.prompt_ids), num_tokens, self._cached_tokens, sum(thought))
+        usage = Usage(request.num_prompt_tokens, num_tokens, self._cached_tokens, sum(thought))
         finished_at = time.monotonic() if self._finished_at is None else self._finished_at  # failed before its end
         timing = Timing(self._taken_at, self._first_token_at, finished_at)
         if self._error is not None:
             return Completion(request, usage=usage, error=request.located(self._error[1]), timing=timing)
         scores = None
-        if self.prompt_logprobs is not None:
-            scores = [self._logprob(one) for one in self.prompt_logprobs]
-            if request.scored_from == 1:  # nothing comes before the first token
-                scores.insert(0, self._token(request.prompt_ids[0], None))
+        if request.tails:
+            choices.sort(key=lambda one: one.score.to_dict()["logprob"] if one.score else 0.0, reverse=True)
+        elif (found := self.outputs[0].prompt_logprobs) is not None:  # nothing comes before the first token
+            scores = [self._token(request.prompt_ids[0], None), *map(self._logprob, found)]
         completion = Completion(
             request,
             choices=choices,
@@ -241,6 +244,21 @@ class OutputProcessor:
         if request.dropped_tokens:
             completion.request_columns[columns.DROPPED] = request.dropped_tokens
         return completion
+
+    def _scored(self, number: int) -> Choice:
+        """A continuation that was scored."""
+        request, place = self.request, 0
+        while number not in request.tails[place].members:
+            place += 1
+        found = scores_of(request.tails[place], number, self.outputs[place].prompt_logprobs or ())
+        then, tokens = request.continuations[number], list[TokenLogprob]()
+        if request.params.logprobs is not None:
+            tokens = list(map(self._logprob, found))
+        if not isinstance(then, str):
+            then = self._tokenizer.decode(then) if then is not None and self._tokenizer is not None else ""
+        is_greedy = all(one.is_likeliest for one in found)
+        score = Score(math.fsum(one.logprob for one in found), len(found), is_greedy, tokens)
+        return Choice(index=number, text=then, score=score)
 
     def _choice(self, number: int) -> Choice:
         request, output = self.request, self.outputs[number]

@@ -52,6 +52,7 @@ def content_key(model: str, limits: SequenceLimits | None, request: Request) -> 
     others = [FORMAT, model, seed, limit, request.tools, choice, request.tags]
     others += [request.opens_thinking, request.is_thinking, request.prefix, *filter(None, [request.adapter])]
     others += [FORMS] if has_form else []
+    others += [request.tails] if request.tails else []
     digest = hashlib.blake2b(json.dumps(others).encode(), digest_size=KEY_BYTES)
     for part in (canonical_params(params), array("q", request.prompt_ids).tobytes()):
         digest.update(len(part).to_bytes(8, "little") + part)
@@ -71,10 +72,10 @@ def record(outputs: OutputProcessor) -> bytes | None:
                 "stop": one.stop_reason,
                 "closed": one.closed,
                 "logprobs": one.logprobs,
+                "scores": one.prompt_logprobs,
             }
             for one in outputs.outputs
-        ],
-        "prompt": outputs.prompt_logprobs,
+        ]
     }
     return zlib.compress(json.dumps(fields, separators=(",", ":")).encode(), 1)
 
@@ -85,9 +86,11 @@ def events_of(data: bytes) -> Iterator[TokenEvent]:
         fields = json.loads(zlib.decompress(data))
     except zlib.error as error:
         raise ValueError("not compressed data") from error
-    scores = _unpacked(fields["prompt"]) if fields["prompt"] is not None else None
     for number, one in enumerate(fields["outputs"]):
         tokens: list[int | None] = one["tokens"] or [None]
+        older = fields.get("prompt") if number == 0 else None
+        packed = one.get("scores", older)
+        scores = _unpacked(packed) if packed is not None else None
         logprobs: Sequence[TokenLogprobs | None] = _unpacked(one["logprobs"]) or [None] * len(tokens)
         for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
             is_last = place + 1 == len(tokens)
@@ -100,7 +103,7 @@ def events_of(data: bytes) -> Iterator[TokenEvent]:
                 closed=is_last and one.get("closed", False),
                 sample_index=number,
                 logprobs=logprob,
-                prompt_logprobs=scores if number == place == 0 else None,
+                prompt_logprobs=scores if place == 0 else None,
             )
 
 

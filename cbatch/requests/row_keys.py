@@ -67,6 +67,8 @@ def _asked(request: Request) -> dict[str, Any]:
     What is not asked for is left out, so that a new option changes no existing key.
     """
     asked: dict[str, Any] = {"lora": request.adapter} if request.adapter else {}
+    if request.continuations:
+        asked["continuations"] = request.continuations
     if request.messages is None:
         return asked
     template = request.template

@@ -26,6 +26,7 @@ from cbatch.requests.param_names import (
     own_params,
     translate,
 )
+from cbatch.requests.scores import SCORE, take_continuations
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -59,6 +60,8 @@ def fill_row(row: Request, fields: dict[str, Any], *, allow_unknown: bool = Fals
     if ("body" in fields or not is_ours) and any(name in fields for name in ("custom_id", "url", "method")):
         _fill_api_request(row, fields, allow_unknown=allow_unknown)
         return
+    if fields.get(SCORE) is True:
+        fields = take_continuations(row, fields)
     params = {name: value for name, value in fields.items() if is_param(name, value)}
     row.extra = {  # what is refused, but asks for nothing, is data: it was a column before and counts in the key
         name: value
@@ -255,7 +258,7 @@ def _set_messages(row: Request, value: Any) -> None:
 
 
 def _set_prompt(row: Request, value: Any) -> None:
-    if value == "":
+    if value == "" and not row.continuations:
         raise row.invalid("prompt is empty")
     if not isinstance(value, str):
         hint = "; token ids go into prompt_token_ids" if _are_ids(value) else ""
@@ -264,7 +267,7 @@ def _set_prompt(row: Request, value: Any) -> None:
 
 
 def _set_token_ids(row: Request, value: Any) -> None:
-    if not _are_ids(value):
+    if not _are_ids(value) and not (value == [] and row.continuations):
         raise row.invalid("prompt_token_ids must be a list of at least one whole number")
     row.prompt_ids = value
 

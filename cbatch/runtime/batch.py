@@ -112,6 +112,17 @@ class Logits(NamedTuple):
     sampled: SampledOnDevice | None = None
 
 
+class ScoringRows(NamedTuple):
+    """Of the R rows of logits, which are sampled from, and which score a token: numbers of rows, int64.
+
+    sampled: [S], one for each request that gets a token, and more after its draft
+    scored:  [N], one for each token that is scored
+    """
+
+    sampled: NDArray[np.int64]
+    scored: NDArray[np.int64]
+
+
 class DeviceTokens(NamedTuple):
     """Input tokens that only the device knows: [N] their places in the batch, and their rows of `tokens` [R]."""
 
@@ -132,7 +143,7 @@ class RaggedBatch:
     tables         [S, B] int32, block ids of each sequence; entries after its last one are undefined
     starts, stops  S ints: chunk i computes tokens starts[i] .. stops[i]-1 of its sequence; each attends to the tokens
                    of that sequence up to itself
-    scored         [R] bool, which of the R rows score a prompt; None if none does
+    scoring        which of the R rows score tokens of prompts; None if none does
     device_tokens  tokens that only the device knows; None if there are none, which is so whenever the host samples
     states         where the chunks have the states of recurrent layers; None for a model without such layers
     adapters       [T] int64, number of each token's LoRA adapter, 0 for none; None if no token has one
@@ -152,7 +163,7 @@ class RaggedBatch:
     starts: Sequence[int]
     stops: Sequence[int]
     device: torch.device
-    scored: NDArray[np.bool_] | None = None
+    scoring: ScoringRows | None = None
     device_tokens: DeviceTokens | None = None
     sampling_params: Callable[[], NDArray[np.int32] | None] | None = None
     states: StepStates | None = None
@@ -244,9 +255,10 @@ class RaggedBatch:
         if any(drafts):
             first = [end - len(draft) for end, draft, is_last in zip(ends, drafts, are_last, strict=True) if is_last]
             rows = np.concatenate([np.arange(one - 1, last + 1) for one, last in zip(first, rows, strict=True)])
-        scored = _scored_rows(scheduled)
+        scoring, scored = None, _scored_places(scheduled)
         if len(scored):
-            rows = np.union1d(rows, scored)
+            sampled, rows = rows, np.union1d(rows, scored)
+            scoring = ScoringRows(np.searchsorted(rows, sampled), np.searchsorted(rows, scored))
         ids, unknown = _token_ids(scheduled.chunks)
         device_tokens = None
         if unknown:
@@ -255,12 +267,11 @@ class RaggedBatch:
             device_tokens = DeviceTokens(in_flight_tokens.tokens, ends[unknown] - 1, token_rows)
             if in_flight_tokens.tokens.device.type == "cpu":
                 ids[device_tokens.places], device_tokens = in_flight_tokens.tokens.numpy()[device_tokens.rows], None
-        is_scored = np.isin(rows, scored) if len(scored) else None
         adapters = [sequence.request.adapter_number for sequence in sequences]
         token_adapters = np.array(adapters)[chunk_of] if any(adapters) else None
         step_states = None if state_pool is None else StepStates.of(state_pool, starts, states)
         return cls(
-            ids, positions, slots, rows, table, starts, stops, device, is_scored, device_tokens, sampling_params,
+            ids, positions, slots, rows, table, starts, stops, device, scoring, device_tokens, sampling_params,
             step_states, token_adapters,
         )  # fmt: skip
 
@@ -277,12 +288,12 @@ def _token_ids(chunks: Sequence[ScheduledChunk]) -> tuple[NDArray[np.int64], lis
     return np.fromiter(chain.from_iterable(known), np.int64), unknown
 
 
-def _scored_rows(scheduled: SchedulerOutput) -> NDArray[np.int64]:
-    """Tokens of the batch whose logits score a prompt; most steps have none."""
-    rows: list[int] = []
-    if any(chunk.sequence.scores_prompt for chunk in scheduled.chunks):
+def _scored_places(scheduled: SchedulerOutput) -> NDArray[np.int64]:
+    """Places in the batch whose logits score a token, once for each such token; most steps have none."""
+    places: list[int] = []
+    if any(chunk.to_score for chunk in scheduled.chunks):
         first = 0
         for chunk in scheduled.chunks:
-            rows += [first + place - chunk.start for place in chunk.to_score]
+            places += [first + position - chunk.start for position, _ in chunk.scored_tokens]
             first += chunk.num_tokens
-    return np.array(rows, np.int64)
+    return np.array(places, np.int64)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cbatch.base.errors import RequestError, invalid_row
 from cbatch.base.outputs import Sample, TokenLogprobs
-from cbatch.runtime.batch import InFlightTokens, Logits
+from cbatch.runtime.batch import InFlightTokens, Logits, ScoringRows
 from cbatch.runtime.transfer import HostCopy, to_device
 from cbatch.sample.processors import process_logits
 from cbatch.sample.row_masks import RowMasks
@@ -52,7 +52,7 @@ class PendingSample:
         scheduled: SchedulerOutput,
         logits: Logits,
         sampler: Sampler,
-        scored: NDArray[np.bool_] | None = None,
+        scoring: ScoringRows | None = None,
         masks: TokenMasks | None = None,
     ) -> None:
         """Starts sampling a token for each request of a step that gets one, and after each of its draft, if it has any;
@@ -61,14 +61,14 @@ class PendingSample:
         All earlier tokens of these requests must be known.
 
         logits:  of R rows in the order of the ragged batch
-        scored:  [R] bool, which of the rows score prompts; None if none does
+        scoring: which of the rows score prompts; None if none does
         masks:   the tokens that the step's `grammar_places` allow; None if there are none
         """
         self.scheduled = scheduled
         self._scores: PendingLogprobs | None = None
-        if scored is not None:
-            self._scores = _begin_scores(scheduled, _pick(logits.values, np.flatnonzero(scored)))
-            logits = Logits(_pick(logits.values, np.flatnonzero(~scored)))
+        if scoring is not None:
+            self._scores = _begin_scores(scheduled, logits.values, scoring.scored)
+            logits = Logits(_pick(logits.values, scoring.sampled))
         sequences, positions = _sampled_rows(scheduled)
         self._sequences = sequences
         self._constrained_rows = _constrained_rows(sequences)
@@ -105,7 +105,7 @@ class PendingSample:
         """Waits for the results of the step."""
         token_ids, largest = self._sampled.get() if self._sampled is not None else ([], [])
         found_scores = iter(self._scores.get() if self._scores is not None else ())
-        scores = [[next(found_scores) for _ in chunk.to_score] for chunk in self.scheduled.to_score]
+        scores = [[next(found_scores) for _ in chunk.scored_tokens] for chunk in self.scheduled.to_score]
         wrong = [
             None if math.isfinite(value) else _sampling_error(value, sequence)
             for value, sequence in zip(largest, self._sequences, strict=True)
@@ -141,7 +141,7 @@ class PendingSample:
         if others:
             chosen = torch.cat([chosen, *to_device([np.array(list(others.values()), np.int64)], logits.device)])
         counts = [self._sequences[row].params.logprobs or 0 for row in self._logprob_rows]
-        self._logprobs = PendingLogprobs(_pick(logits, np.array(self._logprob_rows)), chosen, counts)
+        self._logprobs = PendingLogprobs(logits, np.array(self._logprob_rows), chosen, counts)
 
 
 def grammar_places(scheduled: SchedulerOutput) -> list[Place]:
@@ -192,28 +192,32 @@ def _sampling_error(largest: float, sequence: TokenSequence) -> RequestError:
     return NO_ALLOWED_TOKEN if largest == -math.inf and forbids else NAN
 
 
-def _begin_scores(scheduled: SchedulerOutput, logits: Tensor) -> PendingLogprobs:
+def _begin_scores(scheduled: SchedulerOutput, logits: Tensor, rows: NDArray[np.int64]) -> PendingLogprobs:
     token_ids, counts = [], []
     for chunk in scheduled.to_score:
-        places, sequence = chunk.to_score, chunk.sequence
-        token_ids += sequence.token_ids[places.start + 1 : places.stop + 1]
-        counts += [sequence.params.prompt_logprobs or 0] * len(places)
-    return PendingLogprobs(logits, to_device([np.array(token_ids, np.int64)], logits.device)[0], counts)
+        tokens = [token for _, token in chunk.scored_tokens]
+        token_ids += tokens
+        counts += [chunk.sequence.params.prompt_logprobs or 0] * len(tokens)
+    return PendingLogprobs(logits, rows, to_device([np.array(token_ids, np.int64)], logits.device)[0], counts)
 
 
 class PendingLogprobs:
     """Log-probabilities that a device is computing: of each row's token and of the likeliest tokens."""
 
-    def __init__(self, logits: Tensor, token_ids: Tensor, counts: Sequence[int]) -> None:
+    def __init__(self, logits: Tensor, rows: NDArray[np.int64], token_ids: Tensor, counts: Sequence[int]) -> None:
         """
-        logits:    [N, V]
+        logits:    [R, V]
+        rows:      [N], numbers of the rows
         token_ids: [N] int64 on the same device
         counts:    [N], how many of the likeliest tokens each row wants
         """
         self._counts = counts
         size = max(MAX_ELEMENTS // logits.shape[-1], 1)
         most = min(max(counts, default=0), logits.shape[-1])
-        parts = [_score(logits[at : at + size], token_ids[at : at + size], most) for at in range(0, len(counts), size)]
+        parts = [
+            _score(_pick(logits, rows[at : at + size]), token_ids[at : at + size], most)
+            for at in range(0, len(counts), size)
+        ]
         self._parts = [HostCopy(token_ids), *(HostCopy(*part) for part in parts)]
 
     def get(self) -> list[TokenLogprobs]:

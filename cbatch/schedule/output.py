@@ -16,7 +16,7 @@ class ScheduledChunk(NamedTuple):
 
     is_last:  whether the request's last token is among them, so that its next one is sampled
     blocks:   the request's own list of blocks; if `request.blocks` is another list, it has lost them since
-    to_score: positions whose logits give the log-probability of the prompt's next token, if those are asked for
+    to_score: positions whose logits score what follows in the prompt or may follow it, if that is asked for
     draft:    tokens that the request may get after its last known one: the last ones of the chunk, whose places in the
               cache hold them, and which count as computed only once they are accepted (see `drafts`)
     state:    of a model with recurrent layers
@@ -40,12 +40,19 @@ class ScheduledChunk(NamedTuple):
         stop = min(wanted, start + most)
         to_score = range(0)
         if sequence.scores_prompt:
-            to_score = range(max(start, sequence.next_to_score), min(stop, sequence.num_prompt - 1))
+            to_score = range(max(start, sequence.next_to_score), min(stop, sequence.score_stop))
         return cls(sequence, start, stop, stop == wanted, sequence.blocks, to_score, state)
 
     @property
     def num_tokens(self) -> int:
         return self.stop - self.start
+
+    @property
+    def scored_tokens(self) -> list[tuple[int, int]]:
+        """The positions of `to_score`, each with a token that its logits score; the prompt's last may have several."""
+        sequence, last = self.sequence, self.sequence.num_prompt - 1
+        scored = [(at, sequence.token_ids[at + 1]) for at in self.to_score if at < last]
+        return scored + [(last, token) for token in sequence.candidates if last in self.to_score]
 
     @property
     def is_decode(self) -> bool:

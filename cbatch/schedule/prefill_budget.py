@@ -2,13 +2,16 @@
 
 Newly admitted requests come first, then running prompts, shortest remaining first: a short prompt does not wait for a
 long one that came before it. But half of the tokens belong to the oldest prompt, so that none starves, and all that it
-needs if the step can finish it.
+needs if the step can finish it. Logits take memory, so a step scores a limited number of tokens; half of them, too, are
+the oldest prompt's.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
+from cbatch.schedule.output import ScheduledChunk
 from cbatch.schedule.sequence import TokenSequence
 
 ScheduleKey = tuple[int, int, int]
@@ -25,12 +28,17 @@ class PrefillBudget:
     """Says how many tokens of a step each prompt may have; asked in the order of `schedule_key`.
 
     limit:      most tokens of all prompts, or None. It applies to prompts that come after a decoding request.
+    max_scored: most positions whose logits score prompts
     is_limited: whether a decoding request has been scheduled
     multiple:   of which prompts get parts, if they do not get all; neither limit nor shares are below it
     """
 
     def __init__(
-        self, limit: int | None, running: Iterable[tuple[ScheduleKey, TokenSequence]], multiple: int = 1
+        self,
+        limit: int | None,
+        running: Iterable[tuple[ScheduleKey, TokenSequence]],
+        multiple: int = 1,
+        max_scored: int = sys.maxsize,
     ) -> None:
         self.is_limited = False
         self._left = max(limit, multiple) if limit is not None and multiple > 1 else limit
@@ -40,6 +48,8 @@ class PrefillBudget:
         for (priority, pending, _), sequence in running:
             if pending and sequence.id <= self._oldest.get(priority, sequence).id:
                 self._oldest[priority] = sequence
+        self._scores = max(max_scored, 2 * multiple)
+        self._kept_scores = self._scores // 2 if any(one.has_unscored_prompt for one in self._oldest.values()) else 0
 
     @property
     def is_exhausted(self) -> bool:
@@ -60,13 +70,31 @@ class PrefillBudget:
             self._kept[sequence.priority] = kept
         return budget - kept
 
+    def allow_scores(self, sequence: TokenSequence, budget: int) -> int:
+        """How many of `budget` tokens a running request may have, if it scores its prompt."""
+        if not sequence.has_unscored_prompt:
+            return budget
+        left = self._scores - (0 if self._is_oldest(sequence) else self._kept_scores)
+        allowed = max(sequence.next_to_score - sequence.num_computed, 0) + max(left, 0)
+        if allowed >= budget:
+            return budget
+        return max(allowed - (sequence.num_computed + allowed) % self._multiple, 0)
+
+    def _is_oldest(self, sequence: TokenSequence) -> bool:
+        return self._oldest.get(sequence.priority) is sequence
+
     def spare(self, budget: int) -> int:
         """Tokens of the step's remaining `budget` that drafts may have, for which the limit holds, too."""
         return budget if self._left is None else min(budget, self._left)
 
-    def take(self, sequence: TokenSequence, count: int) -> None:
-        """Counts the tokens that a prompt was given."""
+    def take(self, chunk: ScheduledChunk, *, is_prompt: bool) -> None:
+        """Counts the tokens that a prompt was given, or a decoding request."""
+        sequence = chunk.sequence
+        self._scores -= len(chunk.to_score)
+        if not is_prompt:
+            self.is_limited = True
+            return
         if self._left is not None:
-            self._left = max(self._left - count, 0)
-        if sequence is self._oldest.get(sequence.priority):
-            self._kept[sequence.priority] = 0
+            self._left = max(self._left - chunk.num_tokens, 0)
+        if self._is_oldest(sequence):
+            self._kept[sequence.priority] = self._kept_scores = 0

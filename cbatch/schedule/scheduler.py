@@ -22,6 +22,7 @@ the oldest request of the highest priority is never preempted and always advance
 from __future__ import annotations
 
 import heapq
+import sys
 import time
 from bisect import insort
 from collections import Counter
@@ -53,10 +54,12 @@ class Scheduler:
         prefix_cache: bool = True,
         state_slots: StateSlots | None = None,
         chunk_multiple: int = 1,
+        max_scored: int = sys.maxsize,
         speculate: int | Literal["auto", "off"] = "off",
     ) -> None:
         """
         state_slots, chunk_multiple: of a model with recurrent layers; see `recurrent_states`
+        max_scored:                  most positions whose logits score prompts in a step
         speculate:                   see `EngineConfig` and `drafts`
         """
         self.pool = pool
@@ -70,7 +73,7 @@ class Scheduler:
         if speculate != "off":
             self.drafts = Drafts(pool, self.states, speculate if speculate != "auto" else None)
         self.sequence_limits = SequenceLimits(max_model_len, pool.capacity)
-        self.prefix_cache = prefix_cache
+        self.prefix_cache, self._max_scored = prefix_cache, max_scored
         self._admission = AdmissionPolicy(pool, self.sequence_limits)
         self._limits = self.max_batch_tokens, self.max_seqs
         self.prefill_limit: int | None = None
@@ -133,7 +136,7 @@ class Scheduler:
         states.begin_step(self.running, budget - self.max_seqs)
         preempted: set[TokenSequence] = set()
         running = sorted([(schedule_key(sequence), sequence) for sequence in self.running])
-        prompts = PrefillBudget(self.prefill_limit, running, states.multiple)
+        prompts = PrefillBudget(self.prefill_limit, running, states.multiple, self._max_scored)
         order = heapq.merge(running, self._waiting_in_order(preempted)) if self.waiting else running
         for (_, pending, _), sequence in order:
             if budget == 0:
@@ -148,14 +151,11 @@ class Scheduler:
                 preempted.update(self._admit(sequence))
                 if sequence.is_running:
                     scheduled.admitted.append(sequence)
-            if sequence.is_running:
+            if sequence.is_running and (allowed := prompts.allow_scores(sequence, allowed)):
                 chunk = self._schedule_chunk(sequence, allowed)
                 scheduled.chunks.append(chunk)
                 budget -= chunk.stop - chunk.start
-                if pending:
-                    prompts.take(sequence, chunk.stop - chunk.start)
-                else:
-                    prompts.is_limited = True
+                prompts.take(chunk, is_prompt=bool(pending))
         self.drafts.extend(scheduled, prompts.spare(budget), self.max_seqs, may_allocate=not self.waiting)
         if self.waiting:
             full, is_late = len(self.running) >= self.max_seqs, prompts.is_exhausted

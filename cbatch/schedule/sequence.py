@@ -141,7 +141,10 @@ class TokenSequence:
                     recurrent state had to go back to before them
     num_peer_preemptions: how often sequences of the same priority preempted it
     has_ended:      whether its last event was made or it was cancelled; tokens of steps in flight are dropped then
-    scored:         log-probabilities of the prompt's tokens from `scored_from` on, as far as they are known
+    scored_from:    the first token of the prompt whose log-probability is wanted, if those are asked for
+    candidates:     tokens that may follow the prompt and are scored there
+    scored:         log-probabilities of the prompt's tokens from `scored_from` on, as far as they are known, and then
+                    of the candidates
     state:          its recurrent state while it runs, if the model has recurrent layers
     """
 
@@ -152,6 +155,8 @@ class TokenSequence:
     detokenizer: StopStringDetokenizer | None = None
     guide: OutputGuide | None = None
     counts: TokenCounts | None = None
+    scored_from: int = 1
+    candidates: Sequence[int] = ()
     allowed_bitmask: object = None
     changes_logits: bool = field(init=False)
     num_prompt: int = field(init=False)
@@ -227,18 +232,23 @@ class TokenSequence:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log-probabilities of its prompt are asked for: the first output gives them."""
-        return self.sample_index == 0 and self.params.prompt_logprobs is not None
+        """Whether it gives log-probabilities of its prompt; of several outputs with the same prompt, the first does."""
+        return self.params.prompt_logprobs is not None and (self.sample_index == 0 or bool(self.candidates))
 
     @property
     def has_unscored_prompt(self) -> bool:
         """Whether log-probabilities of its prompt are asked for and not all known yet."""
-        return self.scores_prompt and self.next_to_score < self.num_prompt - 1
+        return self.scores_prompt and self.next_to_score < self.score_stop
 
     @property
     def next_to_score(self) -> int:
         """The position whose logits give the next log-probability of the prompt that is not known."""
-        return self.request.scored_from - 1 + len(self.scored)
+        return self.scored_from - 1 + len(self.scored)
+
+    @property
+    def score_stop(self) -> int:
+        """The first position whose logits score nothing: the end of the prompt, or its last token."""
+        return self.num_prompt - (not self.candidates)
 
     @property
     def num_sharable(self) -> int:

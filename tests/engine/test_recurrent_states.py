@@ -123,13 +123,16 @@ def test_what_scored_prompts_share_is_computed_once(engine: SteppingEngine, hybr
     """Guards continuations of one context: they take over its state, up to where the first of them is scored."""
     shared, *tails = make_prompts([70, 5, 1, 9])
     prompts, params = [shared + tail for tail in tails], SamplingParams(max_tokens=0, prompt_logprobs=0)
-    found = generate(engine, prompts, params, scored_from=70)
-    assert [one.usage.cached_tokens for one in found] == [0, 68, 68]
+    row = {"prompt_token_ids": shared, "choices": tails, "score": True, "logprobs": 0}
+    before = engine.scheduler.num_prefilled_tokens
+    (found,) = generate(engine, [row], SamplingParams())
+    assert engine.scheduler.num_prefilled_tokens - before == 70 + 4 + (70 - 68) + (70 - 68) + 8
     with make_engine(hybrid, max_batch_tokens=32, kv_blocks=200, prefix_cache=False) as other:
-        for one, whole in zip(found, generate(other, prompts, params), strict=True):
-            assert one.prompt_logprobs is not None and whole.prompt_logprobs is not None
+        for number, whole in enumerate(generate(other, prompts, params)):
+            (one,) = [choice for choice in found.choices if choice.index == number]
+            assert one.score is not None and whole.prompt_logprobs is not None
             right = [token.logprob for token in whole.prompt_logprobs[70:]]
-            assert [token.logprob for token in one.prompt_logprobs] == pytest.approx(right, abs=1e-5)
+            assert [token.logprob for token in one.score.tokens] == pytest.approx(right, abs=1e-5)
     (again,) = generate(engine, [prompts[0]], params)
     assert again.usage.cached_tokens == 0 and len(again.prompt_logprobs or ()) == 75
 

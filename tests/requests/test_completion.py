@@ -238,15 +238,20 @@ def test_errors() -> None:
 
 
 def test_scores() -> None:
-    """Guards sums, perplexities and what stands for a text that has neither."""
-    prompt = [PROMPT[0], *(TokenLogprob("a", 4, -value) for value in (1.0, 2.0, 4.0))]
-    whole, last = (Score.of(make(OWN_ROW, PLAIN, prompt_logprobs=part)) for part in (prompt, prompt[3:]))
-    assert whole.logprob == -7 and [one.logprob for one in whole.tokens] == [-1, -2, -4] and whole.error is None
+    """Guards means, perplexities and rows that are read again; what failed has no figures."""
+    tokens = [TokenLogprob("a", 4, -value, b"a") for value in (1.0, 2.0, 4.0)]
+    whole, last = Score(-7.0, 3, True, tokens), Score(-4.0, 1, False)
     assert whole.perplexity == pytest.approx(math.exp(7 / 3)) and last.perplexity == pytest.approx(math.exp(4))
-    assert not whole.is_greedy and whole.mean == pytest.approx(-7 / 3)
-    failed = Score.of(make(OWN_ROW, error=ERROR))
-    assert math.isnan(failed.logprob) and math.isnan(failed.perplexity) and failed.error is ERROR
+    assert whole.mean == pytest.approx(-7 / 3) and last.mean == -4
+    failed = Score(math.nan, error=ERROR)
+    assert math.isnan(failed.mean) and math.isnan(failed.perplexity)
     assert "TokenLogprob" not in repr(whole) and pickle.loads(pickle.dumps(whole)) == whole
+    row = make(OWN_ROW, Choice(index=1, text="a", score=last), Choice(text="b", score=whole)).to_dict()
+    assert [one["index"] for one in row["choices"]] == [1, 0] and "finish_reason" not in row
+    again = Completion.from_row(row)
+    assert [one.text for one in again.choices] == ["a", "b"] and again.to_dict() == row
+    assert again.score == last and again.choices[1].score is not None
+    assert [one.logprob for one in again.choices[1].score.tokens] == [-1, -2, -4]
 
 
 @pytest.mark.parametrize("row", [OWN_ROW, openai(CHAT)], ids=["own", "chat"])

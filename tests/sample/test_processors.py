@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers.generation import logits_process
@@ -133,7 +134,7 @@ def test_logprobs_are_a_softmax_in_float32(dtype: torch.dtype, monkeypatch: pyte
     """Guards values, the likeliest tokens in order, what JSON cannot say, and parts, without a copy of all logits."""
     logits = random_logits(3).to(dtype)
     logits[1, 4] = -math.inf
-    asked = logits, torch.tensor([7, 4, 0]), [3, 0, VOCABULARY + 5]
+    asked = logits, np.arange(3), torch.tensor([7, 4, 0]), [3, 0, VOCABULARY + 5]
     found, expected = PendingLogprobs(*asked).get(), logits.double().log_softmax(-1)
     assert abs(found[0].logprob - float(expected[0, 7])) < 1e-5 and found[1].logprob == MIN_LOGPROB
     assert [len(one.top) for one in found] == [3, 0, VOCABULARY]
@@ -141,3 +142,5 @@ def test_logprobs_are_a_softmax_in_float32(dtype: torch.dtype, monkeypatch: pyte
     assert all(abs(value - float(expected[2, token])) < 1e-5 for token, value in found[2].top)
     monkeypatch.setattr("cbatch.sample.output.MAX_ELEMENTS", 2 * VOCABULARY)
     assert PendingLogprobs(*asked).get() == found
+    again = PendingLogprobs(logits, np.array([2, 0, 2]), torch.tensor([0, 7, 0]), [0, 3, 0]).get()
+    assert again[1] == found[0] and again[0] == again[2] == found[2]._replace(top=[])

@@ -17,12 +17,10 @@ def generate(
     engine: SteppingEngine,
     prompts: Sequence[PromptLike],
     params: SamplingParams | Sequence[SamplingParams],
-    scored_from: int = 1,
 ) -> list[Completion]:
     """Works like `Engine.generate`, on the calling thread: for tests that look into the engine or count its steps.
 
     params:      for all prompts, or one for each
-    scored_from: see `Request`
 
     All requests are added before the first step, so that every run has the same steps. Raises what a step raises, and
     EngineError if the engine is closed; the unfinished requests are cancelled then.
@@ -37,7 +35,6 @@ def generate(
             if isinstance(request, Completion):
                 results.append(request)
                 continue
-            request.scored_from = scored_from
             results.append(outputs := engine.output_processor(request))
             try:
                 running[engine.add_request(request)] = outputs

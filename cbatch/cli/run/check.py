@@ -89,8 +89,8 @@ class InputCheck:
                 self._shown.append(shown)
             return
         self._seen_prompts.add(line, request.dropped_tokens)
-        self._outputs.append(request.params.n * limit)
-        self._prompts.append(len(request.prompt_ids))
+        self._outputs.append(request.num_outputs * limit)
+        self._prompts.append(request.num_prompt_tokens)
         self._shared.append(self._count_shared(request.prompt_ids))
         if self._sample is not None:
             shared = self._shared[-1] if self._engine.core.config.prefix_cache else 0

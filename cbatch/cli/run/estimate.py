@@ -135,7 +135,7 @@ class TrialResult:
 
 def run_trial(engine: Engine, rows: Sequence[SampledRow], seconds: float) -> TrialResult:
     """Runs at least one row, until all have ended or the time is up; what is unfinished is cancelled then."""
-    each = [[TriedOutput(row) for _ in range(row.request.params.n)] for row in rows]
+    each = [[TriedOutput(row) for _ in range(row.request.num_outputs)] for row in rows]
     outputs = [one for several in each for one in several]
     all_ended, num_unfinished = threading.Event(), len(outputs)
     begun: list[tuple[float, int, int]] = []

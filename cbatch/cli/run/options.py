@@ -105,6 +105,9 @@ class RunOptions:
     )
 
     raw: bool = _rows(False, "Continue prompts as plain text, without the chat template.")
+    score: bool = _rows(
+        False, "Tell how likely the `completion`, each of the `choices`, or the text of a row is, and generate nothing."
+    )
     date: Day | None = _rows(None, "Date given to the chat template.", metavar="YYYY-MM-DD", parse=parse_day)
     template_kwargs: dict[str, Any] = template_kwargs_option()
     tools: tuple[str, ...] = tools_option()
@@ -241,6 +244,7 @@ class RunOptions:
             is_text=self.input_form == "text" and self.template is None,
             has_columns=self.input_form in TABLES or self.template is not None,
             unit=unit_of(self.input_form),
+            scores=self.score,
             allow_unknown=self.allow_unknown,
             tools=tuple(load_tools(self.tools)),
             max_tool_rounds=self.max_tool_rounds,
