@@ -18,10 +18,14 @@ EventCallback = Callable[[TokenEvent], None]
 
 @dataclass(frozen=True, slots=True)
 class ApiCall:
-    """The kind of an OpenAI Batch request: a chat or a text completion, of which model."""
+    """The kind of an OpenAI Batch request: a chat or a text completion, of which model.
+
+    repeated: of one to the Responses API, the fields that its answer repeats, as JSON
+    """
 
     is_chat: bool
     model: str | None
+    repeated: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from cbatch.batch.journal import CHECK, KEY_BYTES, SUPERSEDED, Journal, columns_
 from cbatch.batch.lines import Line
 from cbatch.batch.row import format_result, format_row
 from cbatch.requests.columns import DROPPED, OF_THE_MOMENT
+from cbatch.requests.responses import answer_of
 from cbatch.requests.row_keys import explain_difference
 
 MOST_LIMITS = 4
@@ -57,8 +58,9 @@ def rewritten(row: bytes, key: str, carried: Fields | None = None) -> bytes | No
         response, before = fields["response"], fields["key"]
         fields["id"] = f"batch_req_{key}"
         response["request_id"] = f"req_{key}"
-        if "id" in response["body"]:
-            response["body"]["id"] = response["body"]["id"].replace(before, key)
+        for named in (response["body"], *response["body"].get("output", ())):
+            if "id" in named:
+                named["id"] = named["id"].replace(before, key)
     if carried is not None:
         last = {name: fields.pop(name) for name in OF_THE_MOMENT if name in fields}
         fields.pop("extra", None)
@@ -70,7 +72,7 @@ def known_tokens(row: bytes) -> tuple[tuple[int, ...], ...]:
     """The tokens of each output of a row, with which it can go on; empty if the row does not hold all of them."""
     fields = json.loads(row)
     outputs = _outputs(fields)
-    if "prompt_logprobs" in _body(fields) or any(one.get("logprobs") is not None for one in outputs):
+    if "prompt_logprobs" in answer_of(fields) or any(one.get("logprobs") is not None for one in outputs):
         return ()  # which stand there rounded
     if any("token_ids" not in one for one in outputs):
         return ()
@@ -84,23 +86,17 @@ def _limit(fields: Fields) -> int | None:
         return None
     if "token_ids" in ended[0]:
         return len(ended[0]["token_ids"])
-    tokens = _body(fields)["usage"]["completion_tokens"]
+    tokens = answer_of(fields)["usage"]["completion_tokens"]
     return int(tokens) // len(outputs) if len(ended) == len(outputs) else None
-
-
-def _body(fields: Fields) -> Fields:
-    """The fields of an answer: of the row, or of the body of an OpenAI response."""
-    body: Fields = fields["response"]["body"] if "response" in fields else fields
-    return body
 
 
 def _outputs(fields: Fields) -> list[Fields]:
     """The outputs of a row; none unless it is the answer to one request, in which only the key depends on the key."""
-    if fields.get("error") is not None or fields.get("tool_messages") or DROPPED in _body(fields):
+    if fields.get("error") is not None or fields.get("tool_messages") or DROPPED in answer_of(fields):
         return []
     if fields.get("validation", {"tries": 1})["tries"] != 1:
         return []
-    outputs: list[Fields] = _body(fields).get("choices", [fields])
+    outputs: list[Fields] = answer_of(fields).get("choices", [fields])
     return [] if _has_calls(outputs) else outputs
 
 
@@ -253,7 +249,7 @@ def plan_resume(journal: Journal, lines: Iterator[Line], keyed: Keyed, how: Resu
 def _with_columns(row: bytes, key: str, carried: Fields | None) -> bytes | None:
     """A row that has taken over an answer. None if that has calls, whose ids come of the key."""
     fields = json.loads(row)
-    outputs = _body(fields).get("choices", [fields]) if fields.get("error") is None else []
+    outputs = answer_of(fields).get("choices", [fields]) if fields.get("error") is None else []
     return None if fields.get("tool_messages") or _has_calls(outputs) else rewritten(row, key, carried)
 
 

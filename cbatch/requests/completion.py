@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import html
+import json
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from cbatch.base.outputs import FinishReason, ToolCall
 from cbatch.base.request import ApiCall, Request
 from cbatch.base.units import format_count
 from cbatch.requests import columns
+from cbatch.requests.responses import answer_of, response_of
 
 SERVER_ERRORS = ("internal_error", "tokenizer_error", "nan_logits", "cancelled", "invalid_answer")
 """Codes of errors that are not the request's fault, for the OpenAI Batch API."""
@@ -195,7 +197,7 @@ class Completion(Mapping[str, Any]):
         self._call = request.call
         self._names_tool = request.choice is not None and request.choice.name is not None
         self.has_form = request.params.constraint is not None or request.choice is not None
-        self._columns, self._echoes, self.has_text = request.columns, request.params.echo, has_text
+        self._columns, self._params, self.has_text = request.columns, request.params, has_text
         self.choices = tuple(choices) or (Choice(finish_reason="error"),)
         self.usage = usage or Usage()
         self.error = error
@@ -223,7 +225,7 @@ class Completion(Mapping[str, Any]):
         if (error := fields.get("error")) is not None:
             made = cls(request, error=RequestError(error["code"], error["message"]))
         else:
-            body = fields["response"]["body"] if is_openai else fields
+            body = answer_of(fields)
             usage, scores = body["usage"], body.get("prompt_logprobs")
             thought = (usage.get("completion_tokens_details") or usage).get("reasoning_tokens", 0)
             counts = usage["prompt_tokens"], usage["completion_tokens"], fields.get("cached_tokens", 0), thought
@@ -356,9 +358,12 @@ class Completion(Mapping[str, Any]):
                 "choices": [self._openai_choice(choice, is_chat=call.is_chat) for choice in self.choices],
                 "usage": self.usage.to_dict(is_openai=True),
             }
-            if self.prompt_logprobs is not None and (call.is_chat or not self._echoes):
+            if self.prompt_logprobs is not None and (call.is_chat or not self._params.echo):
                 body["prompt_logprobs"] = self._scores()
             body |= self.request_columns
+            if call.repeated:
+                effective = {"temperature": self._params.temperature, "top_p": self._params.top_p}
+                body = response_of(body, self.key, json.loads(call.repeated) | effective)
         else:
             error = {"code": self.error.code, "message": str(self.error)}
             status, kind = (500, "server_error") if self.error.code in SERVER_ERRORS else (400, "invalid_request_error")
@@ -418,7 +423,7 @@ class Completion(Mapping[str, Any]):
             return None
         if is_chat:
             return {"content": _tokens(choice.logprobs), "refusal": None}
-        scored = [*((self.prompt_logprobs or ()) if self._echoes else ()), *choice.logprobs]
+        scored = [*((self.prompt_logprobs or ()) if self._params.echo else ()), *choice.logprobs]
         decoder, length, offsets = codecs.getincrementaldecoder("utf-8")("replace"), 0, []
         for one in scored:
             offsets.append(length)

@@ -95,6 +95,8 @@ class InputProcessor:
             if row.continuations:
                 effective = scoring_params(effective)
                 sampling = canonical_params(effective)
+            if effective.n > 1 and row.call is not None and row.call.repeated:
+                raise invalid_row("n is not available: a Response has one output")
             adapters, model = self._model.adapters, row.call.model if row.call is not None else None
             if model is not None and model in adapters and "lora" not in row.given:
                 effective = replace(effective, lora=model)  # as for servers of vLLM

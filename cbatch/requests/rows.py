@@ -13,6 +13,7 @@ from cbatch.base.errors import RequestError, invalid_row
 from cbatch.base.params import ALIASES, with_overrides
 from cbatch.base.request import ApiCall, Request, ToolChoice
 from cbatch.base.strict_json import json_type
+from cbatch.requests import responses
 from cbatch.requests.param_names import (
     COLUMN_NAMES,
     IGNORED,
@@ -28,7 +29,8 @@ from cbatch.requests.param_names import (
 )
 from cbatch.requests.scores import SCORE, take_continuations
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+PROMPT_OF_URL = {CHAT: "messages", TEXT: "prompt", RESPONSES: "input"}
 
 MAX_PRIORITY = 2**31
 """Leaves room for more urgent requests: those of a chat that runs rows in the background."""
@@ -133,32 +135,35 @@ def _check_template_fields(row: Request) -> None:
 
 
 def _fill_api_request(row: Request, fields: dict[str, Any], *, allow_unknown: bool) -> None:
-    """Sets the row's fields from a request line. The API's bookkeeping (`user`, `metadata`) is ignored."""
-    url, body, is_chat = fields.get("url"), fields.get("body"), fields.get("url") == CHAT
+    """Sets the row's fields from a request line. The API's bookkeeping (`user`, `store`) is ignored."""
+    url, body, is_chat = fields.get("url"), fields.get("body"), fields.get("url") != TEXT
     model = body.get("model") if isinstance(body, dict) else None
-    row.call = ApiCall(url != TEXT, model if isinstance(model, str) else None)
+    row.call = ApiCall(is_chat, model if isinstance(model, str) else None)
     row.extra = {name: value for name, value in fields.items() if name not in ENVELOPE_FIELDS}
     row.id = _typed_field(row, fields, "custom_id", str, None)
-    if url not in (CHAT, TEXT):
-        raise row.invalid(f"url must be {CHAT} or {TEXT}, not {url if isinstance(url, str) else json_type(url)}")
+    if url not in [*PROMPT_OF_URL]:
+        found = url if isinstance(url, str) else json_type(url)
+        raise row.invalid(f"url must be {' or '.join(PROMPT_OF_URL)}, not {found}")
     if fields.get("method", "POST") != "POST":
         raise row.invalid("method must be POST")
     if not isinstance(body, dict):
         raise row.invalid(f"body must be an object, not {json_type(body)}")
     if doubled := [name for name in PROMPT_FIELDS if name in fields]:
         raise row.invalid(f"the row has both body and {doubled[0]}")
-    row.extra |= {name: value for name, value in body.items() if name not in API_FIELDS}
+    known = API_FIELDS if url != RESPONSES else API_FIELDS | responses.FIELDS
+    row.extra |= {name: value for name, value in body.items() if name not in known}
     _set_priority(row, body)
-    wanted = "messages" if is_chat else "prompt"
-    if doubled := [name for name in PROMPT_FIELDS if name != wanted and body.get(name) is not None]:
-        raise row.invalid(f"this url takes {wanted}, not {doubled[0]}")
+    if doubled := [name for name in PROMPT_FIELDS if name != PROMPT_OF_URL[url] and body.get(name) is not None]:
+        raise row.invalid(f"this url takes {PROMPT_OF_URL[url]}, not {doubled[0]}")
     if not is_chat and (strange := [name for name in CHAT_FIELDS if body.get(name) and name != "parallel_tool_calls"]):
         raise row.invalid(f"{strange[0]} is a field of {CHAT}, and this is a request to {TEXT}")
+    if url == RESPONSES:
+        body = responses.chat_request(row, body)
     if is_chat and not _typed_field(row, body, "logprobs", bool, False):
         _typed_field(row, body, "top_logprobs", int, 0)
     _set_params(row, {name: value for name, value in body.items() if name in PARAMS})
     if not allow_unknown:
-        _check_spelling(row, [name for name in body if name not in API_FIELDS], API_FIELDS)
+        _check_spelling(row, [name for name in body if name not in known], known)
     if is_chat:
         _set_tools(row, body)
         _set_messages(row, body.get("messages"))
@@ -235,8 +240,8 @@ def _tool_choice(row: Request, choice: Any, tools: Sequence[Mapping[str, Any]]) 
     function = choice.get("function") if kind == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if choice != "required" and not isinstance(name, str):
-        form = '{"type": "function", "function": {"name": ...}}'
-        raise row.invalid(f"tool_choice must be auto, none, required or {form}")
+        named = '"name": ...' if row.call is not None and row.call.repeated else '"function": {"name": ...}'
+        raise row.invalid(f'tool_choice must be auto, none, required or {{"type": "function", {named}}}')
     if not tools:
         raise row.invalid("tool_choice forces a call, but there are no tools")
     if name is not None and all(tool["function"]["name"] != name for tool in tools):

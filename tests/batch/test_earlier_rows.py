@@ -39,12 +39,28 @@ def answer(finish: str = "stop", **message: Any) -> dict[str, Any]:
     return {"id": f"batch_req_{OLD}", "custom_id": "c", "response": response, "error": None, "index": 0, "key": OLD}
 
 
+def response(status: str = "completed", *items: dict[str, Any]) -> dict[str, Any]:
+    """A row of the Responses API."""
+    said = {
+        "id": f"msg_{OLD}",
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": ""}],
+    }
+    usage = {"input_tokens": 3, "output_tokens": 1, "total_tokens": 4, "output_tokens_details": {"reasoning_tokens": 0}}
+    body = {"id": f"resp_{OLD}", "object": "response", "status": status, "output": [said, *items], "token_ids": [7]}
+    return answer() | {"response": answer()["response"] | {"body": body | {"usage": usage}}}
+
+
 CALL = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
 FAILED = {"index": 0, "id": None, "error": {"code": "nan_logits", "message": "m"}, "key": OLD}
+CALLED = {"type": "function_call", "id": "fc_a", "call_id": "a", "name": "f", "arguments": "{}"}
 LOST = answer() | {"error": {"code": "nan_logits", "message": "m"}, "response": {"body": {"error": {}}}}
 
 
-@pytest.mark.parametrize("fields", [row(), row(extra={"key": OLD, "x": 1e300}), several("stop", "stop"), answer()])
+@pytest.mark.parametrize(
+    "fields", [row(), row(extra={"key": OLD, "x": 1e300}), several("stop", "stop"), answer(), response()]
+)
 def test_rows_that_ended_by_themselves_get_the_new_key(fields: dict[str, Any]) -> None:
     """Guards rows that a higher limit leaves as they are: all that is made of the key changes, then the check."""
     kept, of_older_version = with_key(format_result(fields), NEW), with_key(format_row(fields), NEW)
@@ -61,6 +77,8 @@ def test_rows_that_ended_by_themselves_get_the_new_key(fields: dict[str, Any]) -
         several("stop", "length"),
         answer("length"),
         answer("stop", tool_calls=CALL),
+        response("incomplete"),
+        response("completed", CALLED),
         row("tool_calls", tool_calls=CALL),
         row(tool_messages=[{"role": "tool"}]),
         row(validation={"valid": True, "tries": 2, "errors": ["e"]}),
@@ -78,6 +96,8 @@ def test_other_rows_are_computed(fields: dict[str, Any]) -> None:
     [
         (row("length", extra={"x": 1, "z": 0}, cached_tokens=1), True),
         (answer(), True),
+        (response("incomplete"), True),
+        (response("completed", CALLED), False),
         (FAILED, True),
         (LOST | {"response": {"status_code": 500, "request_id": f"req_{OLD}", "body": {"error": {}}}}, True),
         (row("tool_calls", tool_calls=CALL), False),
@@ -124,6 +144,7 @@ def test_a_row_that_others_have_written_is_computed() -> None:
         (row("length"), ((0, 1, 2, 3),)),
         (several("stop", "length"), ((0,), (1,))),
         (answer("length"), ((7,),)),
+        (response("incomplete"), ((7,),)),
         (row("length", logprobs={"content": []}), ()),
         (row("length", prompt_logprobs={"sum": 0, "content": []}), ()),
         ({name: value for name, value in row("length").items() if name != "token_ids"}, ()),

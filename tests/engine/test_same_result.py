@@ -59,6 +59,7 @@ COMMON: list[dict[str, Any]] = [
     {"prompt": "Hello", "system": "Be brief.", "bad_words": ["e"], "stop_token_ids": [70, 71, 72]},
     call("chat/completions", messages=TALK, n=2, temperature=1, logprobs=True, top_logprobs=2),
     call("chat/completions", messages=[USER], stop=["e"], seed=3) | {"note": 1},
+    call("responses", input=TALK, instructions="Be brief.", metadata={"a": "é"}, **WARM),
     call("completions", prompt="Once", echo=True, logprobs=1, n=2, temperature=1),
     call("completions", prompt=[5, 6, 7]),
 ]
@@ -71,6 +72,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("prompt_too_long", {"prompt_token_ids": [5] * 2500, "id": "long"}),
     ("nan_logits", {"prompt_token_ids": [5, POISON], "n": 2}),
     ("invalid_row", call("chat/completions", messages=[])),
+    ("invalid_row", call("responses", input=[USER], n=2)),
     ("prompt_too_long", call("completions", prompt="a" * 2500)),
 ]
 ALIEN = ("template_error", {"messages": [{"role": "alien", "content": "!"}]})
@@ -146,6 +148,7 @@ def rows(family: Family) -> list[dict[str, Any]]:
         {"messages": [USER], **forced, **tools, "tool_choice": "none"},
         {"messages": [USER], **forced, **tools, "max_tokens": 3, "logprobs": 0},
         call("chat/completions", messages=[USER], **tools, **forced),
+        call("responses", input=[USER], tools=[{"type": "function", **one["function"]} for one in TOOLS], **forced),
     ]
     return [*COMMON, *special, *(row for _, row in REFUSED), ALIEN[1]]
 

@@ -28,7 +28,7 @@ PROMPT = [TokenLogprob("<s>", 0, None, b"<s>", in_text=False), TokenLogprob("é"
 CALL = ToolCall("weather", '{"city": "Zürich"}', "abc123xyz")
 PLAIN = Choice(text="Hello <b>world</b>", token_ids=[4, 6, 2], stop_reason="!")
 THOUGHT = Choice(text="", reasoning="hm &c", tool_calls=(CALL, replace(CALL, id="z")), finish_reason="tool_calls")
-CHAT, TEXT = ApiCall(True, "gpt-x"), ApiCall(False, None)
+CHAT, TEXT, RESPONSE = ApiCall(True, "gpt-x"), ApiCall(False, None), ApiCall(True, "gpt-x", '{"tools": []}')
 ECHO = SamplingParams(echo=True)
 OWN_ROW = Request(index=3, id="q-1", extra={"topic": "x", "tags": ["a"]})
 USAGE = Usage(7, 3, 4)
@@ -58,6 +58,8 @@ COMPLETIONS: dict[str, Completion] = {
     "error": make(OWN_ROW, error=ERROR),
     "chat": make(openai(CHAT), *SEVERAL, columns=("token_ids",), prompt_logprobs=PROMPT),
     "text": make(openai(TEXT), replace(PLAIN, logprobs=SCORED), prompt_logprobs=PROMPT, params=ECHO),
+    "response": make(openai(RESPONSE), replace(PLAIN, logprobs=SCORED), columns=("token_ids",), prompt_logprobs=PROMPT),
+    "response that calls": make(openai(RESPONSE), THOUGHT),
     "failed chat": make(openai(CHAT), error=ERROR),
 }
 each = pytest.mark.parametrize("completion", COMPLETIONS.values(), ids=COMPLETIONS)

@@ -194,7 +194,10 @@ def test_bodies_become_rows() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (call({}, "/v1/embeddings"), "url must be /v1/chat/completions or /v1/completions, not /v1/embeddings"),
+        (
+            call({}, "/v1/embeddings"),
+            "or /v1/responses, not /v1/embeddings",
+        ),
         (call({}, url=3), "not a number"),  # type: ignore[arg-type]
         (chat() | {"method": "GET"}, "method must be POST"),
         (chat() | {"custom_id": 3}, "custom_id must be a string"),

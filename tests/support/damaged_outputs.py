@@ -52,6 +52,7 @@ ROWS: list[Any] = [
     {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "two", "max_tokens": 4}},
     {"custom_id": "d", "url": "/v1/chat/completions", "body": {"messages": [USER], "max_tokens": 3, "n": 2}},
     {"custom_id": "e", "url": "/v1/chat/completions", "body": {"messages": [{"role": "nobody", "content": "a"}]}},
+    {"custom_id": "f", "url": "/v1/responses", "body": {"input": "hi", "max_output_tokens": 3, "metadata": {"a": "ø"}}},
     {"prompt": "last", "max_tokens": 8, "ignore_eos": True},
     "{bad",
 ]

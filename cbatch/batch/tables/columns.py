@@ -13,6 +13,7 @@ from cbatch.base.errors import RequestError
 from cbatch.base.strict_json import parse_json_value
 from cbatch.batch.journal import CHECK, KEY
 from cbatch.requests.columns import DROPPED
+from cbatch.requests.responses import answer_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
     """A result line of the OpenAI Batch API as a plain row."""
     made = {name: value for name, value in fields.items() if name not in ("custom_id", "response")}
     made["id"] = fields["custom_id"]
-    body = (fields.get("response") or {}).get("body") or {}
+    body = answer_of(fields) if fields.get("response") is not None else {}  # null in errors of older versions
     if choices := body.get("choices"):
         first = choices[0]
         reasons = [one.get("finish_reason") for one in choices]

@@ -82,7 +82,7 @@ def first_difference(stored: Mapping[str, Any], made: Mapping[str, Any]) -> Diff
     elif len(path) > 1 and path[-2] == "token_ids":
         unit, offset = "token", int(path[-1])
     name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
-    output = 0 if path[0] in OF_AN_OUTPUT else None
+    output = 0 if path[0] in OF_AN_OUTPUT or path[:3] == ("response", "body", "output") else None
     if "choices" in path[:-1]:
         number = path[path.index("choices") + 1]
         output = number if isinstance(number, int) else None

@@ -58,6 +58,10 @@ def test_a_row_as_columns() -> None:
     body = {"choices": [message], "usage": ROW["usage"]}
     line = {"id": "batch_req_1", "custom_id": "a", "response": {"body": body}, "error": None, "index": 3, "key": KEY}
     assert split_result(line)[0] == answer | {"check": None}
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Paris"}]}
+    usage = {"input_tokens": 2, "output_tokens": 1, "total_tokens": 3, "output_tokens_details": {"reasoning_tokens": 0}}
+    body = {"object": "response", "status": "completed", "output": [said], "usage": usage}
+    assert split_result(line | {"response": {"body": body}})[0] == answer | {"check": None}
     assert set(answer) == set(failed) == set(ALWAYS)
 
 

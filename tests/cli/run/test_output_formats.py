@@ -15,11 +15,19 @@ from tests.support.tool_rounds import ADD, ADD_CALL, ROUNDS
 
 THINKS = "{# <think> </think> #}" + TEMPLATE
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+FLAT = {"type": "function", "name": "add", "parameters": {"type": "object"}}
 CALLS = (
     "{% if tools %}<|im_start|>system\nYou may write <tool_call>{{ tools | tojson }}</tool_call><|im_end|>\n{% endif %}"
     + THINKS
 )
 OPENED = CALLS.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+
+
+def read_response(row: dict[str, Any]) -> Any:
+    """As the `openai` package reads the answer in a row of its Responses API."""
+    from openai.types.responses import Response
+
+    return Response.model_validate(row["response"]["body"], strict=True)
 
 
 def read_completion(body: dict[str, Any]) -> Any:
@@ -51,6 +59,11 @@ def chat_row(**body: Any) -> dict[str, Any]:
     return {"custom_id": "b", "url": "/v1/chat/completions", "body": {"messages": messages, **body}}
 
 
+def response_row(**body: Any) -> dict[str, Any]:
+    """The same request to the Responses API."""
+    return {"custom_id": "r", "url": "/v1/responses", "body": {"input": "a", **body}}
+
+
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -74,6 +87,7 @@ def test_rows_keep_to_their_constraint(command: Command) -> None:
         {"prompt": "h", "regex": "(a|b)*c", "choice": ["d"]},
         {"prompt": "i", "choice": "yes"},
         {"prompt": "j", "choice": ["yes"], "logit_bias": {"91": -100}, "bad_words": ["y"]},
+        response_row(text={"format": {"type": "json_schema", "name": "person", "schema": SCHEMA}}),
     ]
     done = answers(command, rows, THINKS)
     for choice in done[0]["choices"]:
@@ -84,6 +98,8 @@ def test_rows_keep_to_their_constraint(command: Command) -> None:
     assert done[2]["text"] in ("yes", "no") and done[2]["finish_reason"] == "stop"
     assert done[3]["text"] == "x,x,x,x" and set(done[4]["text"]) == {"a"}
     assert done[5]["text"] == "f" and done[5]["finish_reason"] == "stop" and not done[5]["usage"]["completion_tokens"]
+    person = json.loads(read_response(done.pop()).output_text)
+    assert list(person) == ["name", "age"] and 0 <= person["age"] <= 99
     errors = [row["error"] for row in done[6:]]
     assert {error["code"] for error in errors} == {"invalid_row"}
     assert all(error["message"].startswith(f"line {number}: ") for number, error in enumerate(errors, start=7))
@@ -98,6 +114,8 @@ def test_reasoning_has_a_field_of_its_own(command: Command) -> None:
         {"prompt": "c", "choice": ["4"]},
         {"prompt": "d", "raw": True, **thought},
         chat_row(**thought),
+        response_row(**thought),
+        response_row(regex=f"(?-i:{thought['regex']})", max_output_tokens=10),
     ]
     done = answers(command, rows, THINKS)
     assert done[0]["reasoning"] == "hm" and done[0]["text"].isdigit()
@@ -107,6 +125,10 @@ def test_reasoning_has_a_field_of_its_own(command: Command) -> None:
     body = done[4]["response"]["body"]
     read_completion(body)
     assert body["choices"][0]["message"]["reasoning"] == "hm" and body["choices"][0]["message"]["content"].isdigit()
+    whole, cut = map(read_response, done[5:])
+    assert [whole.output[0].content[0].text, whole.output[1].type, whole.status] == ["hm", "message", "completed"]
+    assert whole.output_text.isdigit() and whole.usage.output_tokens_details.reasoning_tokens > 0
+    assert [one.type for one in cut.output] == ["reasoning"] and cut.output[0].status == cut.status == "incomplete"
 
 
 def test_tool_calls_come_back(command: Command) -> None:
@@ -118,6 +140,7 @@ def test_tool_calls_come_back(command: Command) -> None:
         chat_row(**asked),
         {"prompt": "a", **asked, "tool_choice": "none"},
         {"prompt": "a", "regex": "fine", "tools": [TOOL]},
+        response_row(tools=[FLAT], regex=call),
     ]
     done = answers(command, rows, CALLS)
     assert done[0]["finish_reason"] == "tool_calls" and done[0]["text"] == ""
@@ -129,6 +152,18 @@ def test_tool_calls_come_back(command: Command) -> None:
     assert done[2]["text"].startswith("<tool_call>") and done[2]["finish_reason"] == "stop"
     assert done[3]["text"] == "fine" and done[3]["finish_reason"] == "stop"
     assert done[0]["usage"]["prompt_tokens"] > done[2]["usage"]["prompt_tokens"]
+    response = read_response(done[4])
+    (made,) = response.output
+    assert (made.type, made.name, len(made.call_id), response.status) == ("function_call", "add", 9, "completed")
+    assert response.usage.input_tokens == done[0]["usage"]["prompt_tokens"], "its prompt has the tools, too"
+    result = {"type": "function_call_output", "call_id": made.call_id, "output": "5"}
+    question = {"role": "user", "content": "a"}
+    talk = [question, *done[4]["response"]["body"]["output"], result]
+    row = response_row(input=talk, tools=[FLAT], instructions="Add.", regex="fine")
+    (following,) = answers(command, [row], ROUNDS, "--echo-prompt")
+    shown = following["response"]["body"]["prompt_text"]
+    assert read_response(following).output_text == "fine"
+    assert [shown.count(one) for one in ("system\nAdd.", "user\na<", "tool\n5<")] == [1, 1, 1]
 
 
 def test_tools_are_run(command: Command) -> None:
@@ -143,6 +178,7 @@ def test_tools_are_run(command: Command) -> None:
         {"prompt": "a", "raw": True, "max_tokens": 2},
         {"prompt": "a", "choice": [ADD_CALL], "n": 2},
         {"prompt": "a", "choice": [ADD_CALL.replace("add", "long")]},
+        response_row(choice=[ADD_CALL]),
     ]
     command.options += ("--tools", tools, "-q")
     done = answers(command, rows, ROUNDS, "--max-tool-rounds", "2")
@@ -160,6 +196,7 @@ def test_tools_are_run(command: Command) -> None:
     assert done[3]["text"] == "fine" and "tool_messages" not in done[3] and done[4]["text"]
     assert [choice["finish_reason"] for choice in done[5]["choices"]] == ["tool_calls"] * 2
     assert done[6]["error"]["code"] == "prompt_too_long"
+    assert read_response(done[7]).output_text == ADD_CALL and len(done[7]["tool_messages"]) == 4
     before = command.data
     assert command("--max-tool-rounds", "2", "--resume") == 1 and command.data == before
     assert command("--max-tool-rounds", "3", "--resume") == 2 and command.data == before
@@ -170,6 +207,7 @@ def test_calls_are_forced_and_limited(command: Command) -> None:
     parameters = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     strict = {"parameters": {**parameters, "additionalProperties": False}}
     tools = [{"type": "function", "function": {"name": name, **strict}} for name in ("add", "sub")]
+    flat = [{"type": "function", "name": name, **strict} for name in ("add", "sub")]
     named = {"type": "function", "function": {"name": "sub"}}
     asked = {"tools": tools, "temperature": 1.0, "max_tokens": 190}
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -179,6 +217,7 @@ def test_calls_are_forced_and_limited(command: Command) -> None:
         chat_row(**asked, tool_choice="required"),
         {"prompt": "a", **asked, "choice": [call * 2]},
         {"prompt": "a", **asked, "choice": [call * 2], "parallel_tool_calls": False},
+        response_row(**asked | {"tools": flat}, tool_choice={"type": "function", "name": "sub"}),
     ]
     done = answers(command, rows, CALLS.replace("{{ tools | tojson }}", ""))
     choices = [row["response"]["body"]["choices"][0] for row in done[1:3]]
@@ -187,7 +226,10 @@ def test_calls_are_forced_and_limited(command: Command) -> None:
     assert json.loads(sub["function"]["arguments"])["a"] in (1, 2)
     assert [len(choices[0]["message"]["tool_calls"]), choices[0]["finish_reason"]] == [1, "stop"]
     assert choices[1]["message"]["tool_calls"] and choices[1]["finish_reason"] in ("tool_calls", "length")
-    assert [len(row["tool_calls"]) for row in done[3:]] == [2, 1]
+    assert [len(row["tool_calls"]) for row in done[3:5]] == [2, 1]
+    response = read_response(done[5])
+    assert [(one.type, one.name) for one in response.output] == [("function_call", "sub")]
+    assert json.loads(response.output[0].arguments)["a"] in (1, 2) and response.tool_choice.name == "sub"
 
 
 def test_echo_is_not_part_of_the_answer(command: Command) -> None:

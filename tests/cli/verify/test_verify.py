@@ -87,6 +87,19 @@ def test_long_texts_are_cropped_around_the_difference() -> None:
     assert listed is not None and len(listed.in_file) == 81 and listed.now == "null"
 
 
+def test_a_response_differs_in_its_output() -> None:
+    """Guards the place in an answer of the Responses API, which has one output, against one of the whole row."""
+
+    def row(**body: Any) -> dict[str, Any]:
+        return {"custom_id": "r", "response": {"body": body}}
+
+    said = [[{"type": "message", "content": [{"text": text}]}] for text in ("ab", "ac")]
+    found = first_difference(*(row(output=one) for one in said))
+    assert found is not None and found[:4] == ("response.body.output[0].content[0].text", 0, 1, "character")
+    found = first_difference(*(row(metadata={"output": text}) for text in ("a", "b")))
+    assert found is not None and found.output is None
+
+
 USER = {"role": "user", "content": "hi"}
 BODY = {"model": "m", "messages": [USER], "max_tokens": 6}
 ROWS: list[dict[str, Any]] = [
