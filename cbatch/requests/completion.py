@@ -361,6 +361,8 @@ class Completion(Mapping[str, Any]):
             if self.prompt_logprobs is not None and (call.is_chat or not self._params.echo):
                 body["prompt_logprobs"] = self._scores()
             body |= self.request_columns
+            if self.score is not None:
+                body = self._openai_scores(body)
             if call.repeated:
                 effective = {"temperature": self._params.temperature, "top_p": self._params.top_p}
                 body = response_of(body, self.key, json.loads(call.repeated) | effective)
@@ -376,6 +378,15 @@ class Completion(Mapping[str, Any]):
             "index": self.index,
             "key": self.key,
         }
+
+    def _openai_scores(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer of vLLM's `/v1/score`: a score is a sum of log-probabilities. In the order of the request."""
+        data = []
+        for choice in sorted(self.choices, key=operator.attrgetter("index")):
+            shown = self._choice_fields(choice)
+            data.append({"index": choice.index, "object": "score", "score": shown["logprob"], **shown})
+        shared = {name: value for name, value in body.items() if name != "choices"}
+        return shared | {"id": f"score-{self.key}", "object": "list", "data": data}
 
     def _openai_choice(self, choice: Choice, *, is_chat: bool) -> dict[str, Any]:
         reason, logprobs = choice.finish_reason, self._openai_logprobs(choice, is_chat=is_chat)

@@ -201,8 +201,13 @@ def response_of(chat: Mapping[str, Any], key: str, repeated: Mapping[str, Any]) 
 
 
 def answer_of(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The answer in a row of output: the row or the body of its `response`, of a Response as a ChatCompletion."""
+    """The answer in a row of output: the row or the body of its `response`, of a Response as a ChatCompletion.
+
+    Scores are choices.
+    """
     body: Mapping[str, Any] = fields["response"]["body"] if "response" in fields else fields
+    if "data" in body and "response" in fields:
+        return {**body, "choices": body["data"]}
     if body.get("object") != "response":
         return body
     (message,) = _messages(Request(), body["output"])

@@ -27,10 +27,10 @@ from cbatch.requests.param_names import (
     own_params,
     translate,
 )
-from cbatch.requests.scores import SCORE, take_continuations
+from cbatch.requests.scores import PAIR_FIELDS, SCORE, take_continuations, take_pair
 
-CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-PROMPT_OF_URL = {CHAT: "messages", TEXT: "prompt", RESPONSES: "input"}
+CHAT, TEXT, RESPONSES, SCORES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/score"
+PROMPT_OF_URL = {CHAT: "messages", TEXT: "prompt", RESPONSES: "input", SCORES: "text_1"}
 
 MAX_PRIORITY = 2**31
 """Leaves room for more urgent requests: those of a chat that runs rows in the background."""
@@ -136,7 +136,7 @@ def _check_template_fields(row: Request) -> None:
 
 def _fill_api_request(row: Request, fields: dict[str, Any], *, allow_unknown: bool) -> None:
     """Sets the row's fields from a request line. The API's bookkeeping (`user`, `store`) is ignored."""
-    url, body, is_chat = fields.get("url"), fields.get("body"), fields.get("url") != TEXT
+    url, body, is_chat = fields.get("url"), fields.get("body"), fields.get("url") not in (TEXT, SCORES)
     model = body.get("model") if isinstance(body, dict) else None
     row.call = ApiCall(is_chat, model if isinstance(model, str) else None)
     row.extra = {name: value for name, value in fields.items() if name not in ENVELOPE_FIELDS}
@@ -150,15 +150,17 @@ def _fill_api_request(row: Request, fields: dict[str, Any], *, allow_unknown: bo
         raise row.invalid(f"body must be an object, not {json_type(body)}")
     if doubled := [name for name in PROMPT_FIELDS if name in fields]:
         raise row.invalid(f"the row has both body and {doubled[0]}")
-    known = API_FIELDS if url != RESPONSES else API_FIELDS | responses.FIELDS
+    known = API_FIELDS | {RESPONSES: responses.FIELDS, SCORES: PAIR_FIELDS}.get(url, frozenset())
     row.extra |= {name: value for name, value in body.items() if name not in known}
     _set_priority(row, body)
     if doubled := [name for name in PROMPT_FIELDS if name != PROMPT_OF_URL[url] and body.get(name) is not None]:
         raise row.invalid(f"this url takes {PROMPT_OF_URL[url]}, not {doubled[0]}")
     if not is_chat and (strange := [name for name in CHAT_FIELDS if body.get(name) and name != "parallel_tool_calls"]):
-        raise row.invalid(f"{strange[0]} is a field of {CHAT}, and this is a request to {TEXT}")
+        raise row.invalid(f"{strange[0]} is a field of {CHAT}, and this is a request to {url}")
     if url == RESPONSES:
         body = responses.chat_request(row, body)
+    if url == SCORES:
+        body = take_pair(row, body)
     if is_chat and not _typed_field(row, body, "logprobs", bool, False):
         _typed_field(row, body, "top_logprobs", int, 0)
     _set_params(row, {name: value for name, value in body.items() if name in PARAMS})

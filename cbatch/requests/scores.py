@@ -21,6 +21,10 @@ SCORE, COMPLETION, CHOICES = "score", "completion", "choices"
 
 MAX_CHOICES = 1024
 
+PAIRS = (("text_1", "text_2"), ("queries", "documents"))
+PAIR_FIELDS = frozenset(name for pair in PAIRS for name in pair)
+"""Names of vLLM's `/v1/score` for a text and what follows it."""
+
 Ids = Sequence[int]
 
 
@@ -49,6 +53,20 @@ def take_continuations(row: Request, fields: Mapping[str, Any]) -> dict[str, Any
     return others | {"messages": messages[:-1]}
 
 
+def take_pair(row: Request, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Sets the continuations of a request line in the form of vLLM's `/v1/score`. Raises RequestError.
+
+    Returns its other fields, with its first text as the prompt of a text completion.
+    """
+    names = PAIRS[0] if body.get(PAIRS[1][0]) is None else PAIRS[1]
+    first, second = (body.get(name) for name in names)
+    first = first[0] if isinstance(first, list) and len(first) == 1 else first
+    if not isinstance(first, str):
+        raise row.invalid(f"{names[0]} must be one string: give each its own line; not {json_type(first)}")
+    row.continuations = _choices(row, [second] if isinstance(second, str) else second, names[1])
+    return {name: value for name, value in body.items() if name not in PAIR_FIELDS} | {"prompt": first}
+
+
 def continuations_in(columns: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a score row among the columns of a table, in whose cells a list may be JSON text."""
     found = {name: columns[name] for name in (COMPLETION, CHOICES) if columns.get(name) not in (None, "")}
@@ -58,11 +76,11 @@ def continuations_in(columns: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _choices(row: Request, value: Any) -> list[str | Ids]:
+def _choices(row: Request, value: Any, name: str = CHOICES) -> list[str | Ids]:
     if not isinstance(value, list):
-        raise row.invalid(f"choices must be a list of texts, not {json_type(value)}")
+        raise row.invalid(f"{name} must be a list of texts, not {json_type(value)}")
     if not 1 <= len(value) <= MAX_CHOICES:
-        raise row.invalid(f"there must be 1 to {MAX_CHOICES:,} choices, not {len(value):,}")
+        raise row.invalid(f"{name} must be 1 to {MAX_CHOICES:,} texts, not {len(value):,}")
     return [_continuation(row, f"choice {number}", one) for number, one in enumerate(value, start=1)]
 
 

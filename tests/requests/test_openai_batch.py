@@ -196,7 +196,7 @@ def test_bodies_become_rows() -> None:
     [
         (
             call({}, "/v1/embeddings"),
-            "or /v1/responses, not /v1/embeddings",
+            "not /v1/embeddings",
         ),
         (call({}, url=3), "not a number"),  # type: ignore[arg-type]
         (chat() | {"method": "GET"}, "method must be POST"),

@@ -49,6 +49,9 @@ ALWAYS = (*FIRST, *ANSWER, *LAST)
 REST = "rest"
 """The last column, if the others do not tell all of a row: what its line of JSON has otherwise, as JSON text."""
 
+OF_SCORES = ("logprob", "mean_logprob", "num_tokens", "is_greedy")
+"""Fields of a score row; of an answer there is `finish_reason` instead."""
+
 TEXTS = "texts"
 """The texts of all outputs, if there are several."""
 
@@ -148,6 +151,7 @@ def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
         reason = "length" if "length" in reasons else reasons[0]
         made |= {"text": _text_of(first), "finish_reason": reason, "usage": body.get("usage")}
         made |= {"choices": choices} if len(choices) > 1 else {}
+        made |= {name: first[name] for name in OF_SCORES if name in first}
         made |= {DROPPED: body[DROPPED]} if DROPPED in body else {}
     return made
 

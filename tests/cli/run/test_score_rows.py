@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cbatch.api import Engine
 from cbatch.cli.main import run_command
+from cbatch.requests.completion import Completion
 from tests.support.command import Command
 from tests.support.in_process_replicas import InProcessLauncher
 
@@ -159,7 +160,7 @@ def test_columns_of_tables(command: Command, tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"completion": "a", "choices": ["a"]}, "the row has both completion and choices"),
-        ({"choices": []}, "there must be 1 to 1,024 choices, not 0"),
+        ({"choices": []}, "choices must be 1 to 1,024 texts, not 0"),
         ({"choices": "ab"}, "choices must be a list of texts, not a string"),
         ({"choices": ["a", 5]}, "choice 2 must be a string or token ids, not a number"),
         ({"completion": True}, "completion must be a string or token ids, not"),
@@ -173,6 +174,26 @@ def test_rows_that_cannot_be_scored(command: Command, fields: dict[str, Any], me
     """Guards errors that say what is wrong, beside rows that are scored."""
     code, rows = command.answer([{"prompt": "a", "raw": True, "score": True, **fields}, ROWS[3]])
     assert code == 1 and message in rows[0]["error"]["message"] and "error" not in rows[1]
+
+
+def test_lines_of_vllm(command: Command) -> None:
+    """Guards `/v1/score`: the scores of a plain row in the order of the request, read again, and its errors."""
+    texts, then = "The system ", ["helps", "user", " x"]
+    bodies = [{"text_1": texts, "text_2": then}, {"queries": [texts], "documents": then[0]}, {"text_1": "a"}]
+    bodies += [{"text_1": ["a", "b"], "text_2": "c"}, {"text_1": "a", "text_2": "b", "tool": [], "max_token": 1}]
+    lines = [{"custom_id": str(at), "url": "/v1/score", "body": body} for at, body in enumerate(bodies)]
+    code, rows = command.answer([*lines, {"prompt": texts, "raw": True, "choices": then, "score": True}])
+    whole, one, *wrong, own = rows
+    data = whole["response"]["body"]["data"]
+    assert code == 1 and [shown["index"] for shown in data] == [0, 1, 2] and data[0]["object"] == "score"
+    assert [data[shown["index"]]["score"] for shown in own["choices"]] == [shown["logprob"] for shown in own["choices"]]
+    assert one["response"]["body"]["data"] == data[:1]
+    read = Completion.from_row(whole)
+    assert [choice.score and choice.score.logprob for choice in read.choices] == [shown["score"] for shown in data]
+    messages = [row["error"]["message"] for row in wrong]
+    assert "text_2 must be a list of texts" in messages[0] and "text_1 must be one string" in messages[1]
+    assert "did you mean" in messages[2]
+    assert command("--resume") == 1 and command.counts() == (6, 0)
 
 
 def test_other_columns_stay_data(command: Command) -> None:
