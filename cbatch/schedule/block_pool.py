@@ -79,16 +79,19 @@ class BlockPool:
                 self._free[block] = None
                 self._free.move_to_end(block, last=self._keys[block] is not None)
 
-    def get_cached_blocks(self, token_ids: Sequence[int], kind: int = 0, most: int | None = None) -> list[int]:
+    def get_cached_blocks(
+        self, token_ids: Sequence[int], kind: int = 0, most: int | None = None, behind: Sequence[int] = ()
+    ) -> list[int]:
         """Cached blocks that hold the beginning of a sequence, without its last token, which has to be computed.
 
-        kind: sequences of different kinds share nothing; not negative
-        most: tokens that they may hold; None: all but the last
+        kind:   sequences of different kinds share nothing; not negative
+        most:   tokens that they may hold; None: all but the last
+        behind: blocks that the sequence has already; those that follow them are returned
         """
         size, most = self.block_size, len(token_ids) - 1 if most is None else most
         blocks: list[int] = []
-        content = _root(kind)
-        for start in range(0, most - size + 1, size):
+        content = self._contents[behind[-1]] if behind else _root(kind)
+        for start in range(len(behind) * size, most - size + 1 if content != UNKNOWN else 0, size):
             block = self._known.get((content, tuple(token_ids[start : start + size])))
             if block is None:
                 break

@@ -62,7 +62,10 @@ class ScheduledChunk(NamedTuple):
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """The chunks of one step, at most one for each request, and the requests that were admitted to it."""
+    """The chunks of one step, at most one for each request.
+
+    admitted: requests that took over blocks, which the step itself may compute; most were admitted to it
+    """
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
     admitted: list[TokenSequence] = field(default_factory=list)

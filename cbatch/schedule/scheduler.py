@@ -147,6 +147,8 @@ class Scheduler:
                 continue
             if sequence.is_running:
                 preempted.update(self._extend_blocks(sequence))
+                if pending and sequence.is_running and self._take_over_blocks(sequence):
+                    scheduled.admitted.append(sequence)
             elif sequence is self.waiting[0]:  # else an older request has just been preempted
                 preempted.update(self._admit(sequence))
                 if sequence.is_running:
@@ -324,6 +326,28 @@ class Scheduler:
             sequence.num_cached = sequence.num_computed
         self._admission.admit(sequence)
         return victims
+
+    def _take_over_blocks(self, sequence: TokenSequence) -> bool:
+        """Lets a running prompt go on behind what another one has computed meanwhile; whether there was anything.
+
+        Prompts that begin alike and are computed in parts overtake each other so, and none computes the same part.
+        """
+        if not self.prefix_cache or sequence.state is not None:
+            return False
+        size, own = self.pool.block_size, sequence.blocks
+        start = sequence.num_computed // size
+        found = self.pool.get_cached_blocks(sequence.token_ids, sequence.cache_kind, sequence.num_sharable, own[:start])
+        if not found:
+            return False
+        stop = start + len(found)
+        self.pool.touch(found)
+        self.pool.free(own[start:stop])
+        sequence.blocks = [*own[:start], *found, *own[stop:]]
+        if sequence.num_generated == 0 and sequence.num_preemptions == 0:
+            sequence.num_cached += stop * size - sequence.num_computed
+        sequence.num_computed = stop * size
+        self._admission.running_changed()
+        return True
 
     def _extend_blocks(self, sequence: TokenSequence) -> Sequence[TokenSequence]:
         """Gives a running request blocks for all its tokens. Returns the preempted requests, perhaps itself."""

@@ -121,8 +121,8 @@ class RecurrentState:
 class TokenSequence:
     """Prompt and generated tokens in one list, how many of them are in the KV cache, and the blocks that hold them.
 
-    Invariant: the keys and values of `token_ids[:num_computed]` are in `blocks`. Those of `token_ids[:num_cached]` were
-    cached already when the sequence was first admitted.
+    Invariant: the keys and values of `token_ids[:num_computed]` are in `blocks`. `num_cached` tokens of its prompt were
+    cached already, when it was first admitted or when it came to them.
     There is no prefill or decode state: a sequence needs `num_tokens - num_computed` more tokens computed, and when the
     last of them is, it gets a new token. Ids grow with arrival, so a smaller id is older. The outputs of a request
     (`n`) are sequences with ids in a row; their events bear the id of the first.

@@ -110,6 +110,21 @@ def test_a_higher_priority_counts_shared_blocks_once() -> None:
             step(scheduler)
 
 
+@pytest.mark.parametrize("beside", [0, 1])
+def test_prompts_that_begin_alike_are_computed_once_in_parts(beside: int) -> None:
+    """Guards against computing what prompts share again, if each comes to it before another has computed it."""
+    scheduler = Scheduler(BlockPool(200, 4), StepLimits(8, 16), 1000)
+    add(scheduler, *(make_request(number, 3, output=100) for number in range(beside)))
+    step(scheduler)
+    prompts = [TokenSequence(8 + n, [2] * 150 + [3 + n] * 7, Request(max_new_tokens=1)) for n in range(4)]
+    add(scheduler, *prompts)
+    computed = 0
+    while any(not prompt.has_ended for prompt in prompts):
+        computed += sum(count for number, count in step(scheduler).items() if number >= 8)
+    own = 4 * (7 + 150 % 4)
+    assert computed <= 148 + own + 4 * 4 and sum(prompt.num_cached for prompt in prompts) == 4 * 157 - computed
+
+
 def test_prefill_is_chunked_and_shares_the_budget_with_decode() -> None:
     """Guards the core idea: a decoding request gets a token in every step while a long prompt is computed."""
     scheduler = make_scheduler(blocks=20, budget=8)
