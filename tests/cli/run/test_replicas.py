@@ -121,8 +121,12 @@ def test_what_cannot_be_loaded_is_said_at_once(
 
 
 def test_processes_of_this_machine(command: Command) -> None:
-    """Guards the whole way with real processes, and a driver process that imports no torch."""
-    command.write(ROWS[:30])
+    """Guards the whole way with real processes, the digits of log-probabilities in them, and a driver without torch."""
+    scored = [{"prompt": "hello world", "raw": True, "choices": [" a", "b", "so on"], "score": True}]
+    scored += [
+        {"prompt": f"{number} said", "logprobs": 3, "prompt_logprobs": 2, "max_tokens": 9} for number in range(9)
+    ]
+    command.write([*ROWS[:20], *scored])
     code = f"""if True:
         import sys
         from cbatch.cli.main import run_command
