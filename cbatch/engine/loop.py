@@ -22,7 +22,7 @@ from cbatch.runtime.cpu import single_threaded
 from cbatch.runtime.device import pins_memory
 from cbatch.runtime.tracing import span
 from cbatch.runtime.transfer import computing_on, synchronize
-from cbatch.sample.output import PendingSample, grammar_places, sampling_params
+from cbatch.sample.output import OnScores, PendingSample, grammar_places, sampling_params
 from cbatch.sample.sampler import Sampler
 from cbatch.sample.structured.masks import MaskFiller
 from cbatch.schedule.output import SchedulerOutput
@@ -42,6 +42,7 @@ class StepLoop:
     on_step: called once for each step, after the model has run; None (the default) costs nothing. While it is set, the
              engine waits for the device before and after each run of the model, to measure its time. A step raises what
              the callable raises
+    on_scores: called with the logits of scored prompts, in the order of the prompts' tokens (see `OnScores`)
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class StepLoop:
         self._num_steps = 0
         """Steps whose tokens are known."""
         self.on_step: OnStep | None = None
+        self.on_scores: OnScores | None = None
         self._num_scheduled = 0
         """Tokens of the latest step."""
         self._in_flight: PendingSample | None = None
@@ -159,7 +161,7 @@ class StepLoop:
         if all(chunk.sequence.has_ended for chunk in scheduled.chunks):
             return None
         with span("sample"):
-            return PendingSample(scheduled, logits, self._sampler, batch.scoring, masks)
+            return PendingSample(scheduled, logits, self._sampler, batch.scoring, masks, self.on_scores)
 
     def _on_device(self) -> AbstractContextManager[object]:
         model = self.runner.model

@@ -13,7 +13,7 @@ Log-probabilities are those of the logits before all of this.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -30,6 +30,9 @@ from cbatch.sample.sampler import SampledTokens, Sampler, pack_sampling_params, 
 from cbatch.sample.structured.masks import Place, TokenMasks
 from cbatch.schedule.output import SchedulerOutput, StepResult
 from cbatch.schedule.sequence import TokenSequence
+
+OnScores = Callable[[Tensor, Tensor], None]
+"""Gets logits [N, vocabulary] of scored places of prompts, valid during the call, and the tokens [N] that follow."""
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have. OpenAI uses the same number."""
@@ -54,6 +57,7 @@ class PendingSample:
         sampler: Sampler,
         scoring: ScoringRows | None = None,
         masks: TokenMasks | None = None,
+        on_scores: OnScores | None = None,
     ) -> None:
         """Starts sampling a token for each request of a step that gets one, and after each of its draft, if it has any;
         and scoring prompts.
@@ -63,11 +67,12 @@ class PendingSample:
         logits:  of R rows in the order of the ragged batch
         scoring: which of the rows score prompts; None if none does
         masks:   the tokens that the step's `grammar_places` allow; None if there are none
+        on_scores: see `StepLoop`
         """
         self.scheduled = scheduled
         self._scores: PendingLogprobs | None = None
         if scoring is not None:
-            self._scores = _begin_scores(scheduled, logits.values, scoring.scored)
+            self._scores = _begin_scores(scheduled, logits.values, scoring.scored, on_scores)
             logits = Logits(_pick(logits.values, scoring.sampled))
         sequences, positions = _sampled_rows(scheduled)
         self._sequences = sequences
@@ -192,13 +197,18 @@ def _sampling_error(largest: float, sequence: TokenSequence) -> RequestError:
     return NO_ALLOWED_TOKEN if largest == -math.inf and forbids else NAN
 
 
-def _begin_scores(scheduled: SchedulerOutput, logits: Tensor, rows: NDArray[np.int64]) -> PendingLogprobs:
+def _begin_scores(
+    scheduled: SchedulerOutput, logits: Tensor, rows: NDArray[np.int64], on_scores: OnScores | None
+) -> PendingLogprobs:
     token_ids, counts = [], []
     for chunk in scheduled.to_score:
-        tokens = [token for _, token in chunk.scored_tokens]
-        token_ids += tokens
-        counts += [chunk.sequence.params.prompt_logprobs or 0] * len(tokens)
-    return PendingLogprobs(logits, rows, to_device([np.array(token_ids, np.int64)], logits.device)[0], counts)
+        scored = chunk.scored_tokens
+        token_ids += [token for _, token in scored]
+        counts += [chunk.sequence.params.prompt_logprobs or 0] * len(scored)
+    (tokens,) = to_device([np.array(token_ids, np.int64)], logits.device)
+    if on_scores is not None:
+        on_scores(_pick(logits, rows), tokens)
+    return PendingLogprobs(logits, rows, tokens, counts)
 
 
 class PendingLogprobs:

@@ -25,7 +25,8 @@ def need(path: Path) -> Path:
 
 def engine_of(path: Path, **options: Any) -> Engine:
     """An engine that writes no packed weights."""
-    return Engine(str(need(path)), **{"device": "cpu", "max_seqs": 4, "weight_cache": False} | options)
+    settings: dict[str, Any] = {"device": "cpu", "max_seqs": 4, "weight_cache": False, **options}
+    return Engine(str(need(path)), **settings)
 
 
 @cache

@@ -112,10 +112,11 @@ def emit(text: str) -> None:
 
 @contextmanager
 def show_progress(
-    total: int | None, state: ProgressState, details: Details = tuple, *, quiet: bool
+    total: int | None, state: ProgressState, details: Details = tuple, *, quiet: bool, unit: str = "row"
 ) -> Iterator[Callable[[], None]]:
     """Shows progress: a tqdm bar on a terminal, else a line every ten seconds, or nothing if `quiet`.
 
+    unit:    what is counted, if it is not rows
     details: lines for below the bar, or for the end of the line
 
     Yields a function that shows the state if it is time to. Call it often.
@@ -129,7 +130,9 @@ def show_progress(
 
             form = "{percentage:3.0f}%|{bar:6}| {n_fmt}/{total_fmt} {unit}{postfix}"
             make = partial(tqdm, dynamic_ncols=True, file=sys.stderr, leave=False)
-            bar = make(total=total, bar_format=form if total else "{n_fmt} {unit}{postfix}", unit="rows", position=0)
+            bar = make(
+                total=total, bar_format=form if total else "{n_fmt} {unit}{postfix}", unit=f"{unit}s", position=0
+            )
             lines = [make(bar_format="{desc}", position=number) for number in range(1, len(details()) + 1)]
             for each in (bar, *lines):
                 opened.enter_context(each)
@@ -142,10 +145,10 @@ def show_progress(
             due = now + interval
             done, text = state()
             if not is_terminal:
-                rows = f"{done:,}/{format_count(total, 'row')}" if total else format_count(done, "row")
+                rows = f"{done:,}/{format_count(total, unit)}" if total else format_count(done, unit)
                 notice(f"{rows}, {'; '.join([text, *details()])}")
                 return
-            bar.n, bar.unit = done, "row" if (total or done) == 1 else "rows"
+            bar.n, bar.unit = done, unit if (total or done) == 1 else f"{unit}s"
             bar.set_postfix_str(text)
             for line, shown in zip(lines, details(), strict=True):
                 line.set_description_str(safe(shown))

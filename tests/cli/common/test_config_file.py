@@ -167,7 +167,7 @@ def test_where_the_file_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert display_path(config_path()) == "/etc/xdg/cbatch/config.toml"
 
 
-@pytest.mark.parametrize("name", ["run", "verify", "chat", "bench", "info"])
+@pytest.mark.parametrize("name", ["run", "verify", "chat", "perplexity", "bench", "info"])
 def test_help_tells_of_variables_and_the_file(
     name: str, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,7 +184,7 @@ def test_help_tells_of_variables_and_the_file(
     assert words.endswith(f"environment variable, {preset}then this file.")
 
 
-@pytest.mark.parametrize("name", ["run", "chat"])
+@pytest.mark.parametrize("name", ["run", "chat", "perplexity"])
 def test_short_help_names_every_option(
     name: str, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
