@@ -63,6 +63,7 @@ ManyPrompts = Sequence[PromptLike]
 AnyPrompts = OnePrompt | ManyPrompts
 OneText = str | Sequence[int]
 ManyTexts = OneText | Sequence[OneText]
+SeveralTexts = list[str] | list[list[int]]
 
 Params = ParamsLike | Sequence[ParamsLike | None] | None
 """Sampling parameters for all prompts, one for each, or None for the model's own defaults."""
@@ -312,6 +313,11 @@ class Engine(AbstractContextManager["Engine"]):
 
     @overload
     def score(
+        self, texts: ManyTexts, continuations: Sequence[SeveralTexts], *, top: int = 0, lora: str = ""
+    ) -> list[list[Score]]: ...
+
+    @overload
+    def score(
         self, texts: ManyTexts, continuations: Sequence[OneText] | None = None, *, top: int = 0, lora: str = ""
     ) -> list[Score]: ...
 
@@ -336,6 +342,11 @@ class Engine(AbstractContextManager["Engine"]):
     async def ascore(  # type: ignore[overload-overlap]
         self, texts: OneText, continuations: OneText | None = None, *, top: int = 0, lora: str = ""
     ) -> Score: ...
+
+    @overload
+    async def ascore(
+        self, texts: ManyTexts, continuations: Sequence[SeveralTexts], *, top: int = 0, lora: str = ""
+    ) -> list[list[Score]]: ...
 
     @overload
     async def ascore(

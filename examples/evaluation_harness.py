@@ -24,12 +24,12 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
     """A model of the harness that an engine computes: all requests of a task together."""
 
     def __init__(self, engine: Engine, max_length: int | None = None) -> None:
-        """max_length: most tokens before a scored one; the engine has room for the scored one, too"""
+        """max_length: most tokens before a scored one"""
         super().__init__()
         if engine.tokenizer is None or engine.tokenizer.first_id is None:
             raise ValueError("The harness needs a tokenizer that has a token to begin or to end a text.")
         self.engine, self.tokenizer = engine, engine.tokenizer
-        self.max_length = max_length or engine.limits.max_model_len - 1
+        self.max_length = max_length or engine.limits.max_model_len
         self.first_id = engine.tokenizer.first_id
 
     @property
@@ -53,13 +53,18 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         return self.engine.detokenize(self.engine.encode({"messages": chat_history}, template=template))
 
     def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
-        answers = [answer for _, _, answer in requests]
-        longest = [(context + answer)[-self.max_length - 1 :] for _, context, answer in requests]
-        contexts = [both[: -len(answer)] for both, answer in zip(longest, answers, strict=True)]
-        scores = self.engine.score(contexts, answers)
-        if errors := [score.error for score in scores if score.error is not None]:
-            raise errors[0]
-        return [(score.logprob, score.is_greedy) for score in scores]
+        groups = dict[tuple[int, ...], list[tuple[int, list[int]]]]()  # what answers share is computed once
+        for number, (_, context, answer) in enumerate(requests):
+            both = (context + answer)[-self.max_length - 1 :]
+            groups.setdefault(tuple(both[: -len(answer)]), []).append((number, answer))
+        found: dict[int, tuple[float, bool]] = {}
+        scores = self.engine.score(list(groups), [[answer for _, answer in group] for group in groups.values()])
+        for group, of_group in zip(groups.values(), scores, strict=True):
+            for (number, _answer), score in zip(group, of_group, strict=True):
+                if score.error is not None:
+                    raise score.error
+                found[number] = score.logprob, score.is_greedy
+        return [found[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list[Instance], **_: Any) -> list[float]:
         texts = [self.tok_encode(request.args[0]) for request in requests]
