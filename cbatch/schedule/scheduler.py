@@ -134,7 +134,7 @@ class Scheduler:
         self._admission.running_changed()
         budget, states = self.max_batch_tokens, self.states
         states.begin_step(self.running, budget - self.max_seqs)
-        preempted: set[TokenSequence] = set()
+        preempted, is_refused = set[TokenSequence](), False
         running = sorted([(schedule_key(sequence), sequence) for sequence in self.running])
         prompts = PrefillBudget(self.prefill_limit, running, states.multiple, self._max_scored)
         order = heapq.merge(running, self._waiting_in_order(preempted)) if self.waiting else running
@@ -151,8 +151,8 @@ class Scheduler:
                     scheduled.admitted.append(sequence)
             elif sequence is self.waiting[0]:  # else an older request has just been preempted
                 preempted.update(self._admit(sequence))
-                if sequence.is_running:
-                    scheduled.admitted.append(sequence)
+                is_refused = not sequence.is_running
+                scheduled.admitted += [] if is_refused else [sequence]
             if sequence.is_running and (allowed := prompts.allow_scores(sequence, allowed)):
                 chunk = self._schedule_chunk(sequence, allowed)
                 scheduled.chunks.append(chunk)
@@ -161,7 +161,7 @@ class Scheduler:
         self.drafts.extend(scheduled, prompts.spare(budget), self.max_seqs, may_allocate=not self.waiting)
         if self.waiting:
             full, is_late = len(self.running) >= self.max_seqs, prompts.is_exhausted
-            self.held_back["slots" if full else "target" if is_late else "cache" if budget else "budget"] += 1
+            self.held_back["slots" if full else "target" if is_late else "cache" if is_refused else "budget"] += 1
         return scheduled
 
     def _awaits_token(self, sequence: TokenSequence) -> bool:

@@ -231,12 +231,14 @@ class RunStats:
             cached += f", {self.prompts.dropped_tokens:,} dropped from {format_count(self.prompts.cut, 'prompt')}"
         waited_s = self._stream.waited_for_consumer_s if self._stream is not None else 0.0
         retried = f", {engines.num_retries:,} retried ({engines.last_error})" if engines.num_retries else ""
+        kind, rate = "output", self.output_tokens_per_s
+        if not self.output_tokens:  # of score rows
+            kind, rate = "prompt", engines.num_prefilled_tokens / max(self.elapsed_s, 1e-9)
         lines = [
             f"{self._whole_rows()}, {failed:,} failed{kinds and f' ({kinds})'}{kept}",
             f"{format_count(self.sum.prompt_tokens, 'prompt token')}{cached}, "
             f"{format_count(self.output_tokens, 'output token')}",
-            f"{self.elapsed_s:,.1f} s, {self.output_tokens_per_s:,.0f} output tokens/s, "
-            f"{format_count(engines.num_steps, 'step')}{retried}",
+            f"{self.elapsed_s:,.1f} s, {rate:,.0f} {kind} tokens/s, {format_count(engines.num_steps, 'step')}{retried}",
         ]
         if failed:
             lines.insert(1, f"the first error: {self._first_error[1]}")
