@@ -18,7 +18,9 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, TypedDict, Unpack, overload
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from cbatch.base.chat_template_options import DEFAULT_TEMPLATE, TemplateOptions
@@ -358,6 +360,37 @@ class Engine(AbstractContextManager["Engine"]):
         requests, scores = await asyncio.to_thread(self._scoring, texts, continuations, top, lora)
         return scores(await self._acomplete(len(requests), lambda: requests))
 
+    def embed(
+        self, texts: ManyTexts, dimensions: int | None = None, *, prompt_name: str | None = None, lora: str = ""
+    ) -> NDArray[np.float32]:
+        """Embeddings of texts: [N, D] float32, or [D] of a single text, as the model's own files say (see `Pooling`).
+
+        texts:       plain text, which no chat template is put around, or token ids; one or a list
+        dimensions:  how many numbers of each are kept, the first ones, of length 1 again; None for all
+        prompt_name: of the instruction in front of each text, among those of the model's files; None for its default
+        lora:        name of the LoRA adapter that embeds them; empty: none
+
+        Raises RequestError for a text that cannot be embedded, such as one that is longer than the model's context.
+        """
+        requests, is_single = self._embedding(texts, dimensions, prompt_name, lora)
+        return _stacked(self._complete(len(requests), requests), is_single=is_single)
+
+    async def aembed(
+        self, texts: ManyTexts, dimensions: int | None = None, *, prompt_name: str | None = None, lora: str = ""
+    ) -> NDArray[np.float32]:
+        """`embed` for asyncio, as `agenerate`."""
+        requests, is_single = await asyncio.to_thread(self._embedding, texts, dimensions, prompt_name, lora)
+        return _stacked(await self._acomplete(len(requests), lambda: requests), is_single=is_single)
+
+    def _embedding(
+        self, texts: Any, dimensions: int | None, prompt_name: str | None, lora: str
+    ) -> tuple[list[Request | Completion], bool]:
+        """Requests that embed texts, and whether there is a single one."""
+        values, is_single = list_prompts(texts)
+        fields = {"embed": True, "dimensions": dimensions, "prompt_name": prompt_name, "lora": lora}
+        rows = [{"input": plain(one), **fields} for one in values]
+        return list(self._encoded(rows, None, 0)), is_single
+
     def _scoring(
         self, texts: Any, continuations: Any, top: int, lora: str
     ) -> tuple[list[Request | Completion], Callable[[Iterable[Completion]], Any]]:
@@ -655,6 +688,12 @@ def _submit(
     group: RequestGroup, requests: Iterable[Request | Completion], put: Callable[[Received], None]
 ) -> list[Completion | OutputProcessor]:
     return [group.submit(one, put, only_last=True) if isinstance(one, Request) else one for one in requests]
+
+
+def _stacked(results: Completions, *, is_single: bool) -> NDArray[np.float32]:
+    """The embedding of each result, [N, D]. Raises RequestError if any has failed."""
+    made = [one.embeddings[0] for one in results.raise_for_errors() if one.embeddings]
+    return made[0] if is_single else np.stack(made) if made else np.empty((0, 0), np.float32)
 
 
 def _completions(ended: Sequence[Completion | OutputProcessor]) -> Completions:

@@ -33,15 +33,18 @@ class ReferenceMetadata:
 
 
 class ReferenceAttention:
-    """One sequence at a time: gather its keys and values, then attend. A block is [block_size, heads, dim]."""
+    """One sequence at a time: gather its keys and values, then attend. A block is [block_size, heads, dim].
+
+    is_causal: False: a token also sees those after it, as far as the step has them, within its window
+    """
 
     name = "reference"
     gathers_kv = True
     batch_invariant = False
     capturable = None
 
-    def __init__(self, kv_dtype: torch.dtype | None = None) -> None:
-        self.kv_dtype = kv_dtype
+    def __init__(self, kv_dtype: torch.dtype | None = None, *, is_causal: bool = True) -> None:
+        self.kv_dtype, self.is_causal = kv_dtype, is_causal
 
     def block_shapes(self, layer: LayerShape, block_size: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
         more = U8_SCALE_BYTES if dtype == U8 else 0
@@ -81,7 +84,8 @@ class ReferenceAttention:
         for sequence in metadata.sequences:
             k, v = (_gather(cache, sequence, query.dtype) for cache in (keys, values))
             q = query[sequence.rows].transpose(0, 1)
-            mask = causal_mask(sequence, query.device, options.get("window"), options.get("chunk"))
+            window, chunk = options.get("window"), options.get("chunk")
+            mask = causal_mask(sequence, query.device, window, chunk, sees_later=not self.is_causal)
             if indices is not None:
                 chosen = _chosen(indices[sequence.rows], sequence.stop)
                 mask = chosen if mask is None else mask & chosen
@@ -104,16 +108,17 @@ def _gather(cache: Tensor, sequence: Sequence, dtype: torch.dtype) -> Tensor:
 
 
 def causal_mask(
-    sequence: Sequence, device: torch.device, window: int | None = None, chunk: int | None = None
-) -> Tensor | None:
+    sequence: Sequence, device: torch.device, window: int | None = None, chunk: int | None = None, *,
+    sees_later: bool = False,
+) -> Tensor | None:  # fmt: skip
     """[queries, keys], true for keys that a query may see; None if it may see all of them."""
     if sequence.stop - sequence.start == 1 and min(window or sequence.stop, chunk or sequence.stop) >= sequence.stop:
         return None
     keys = torch.arange(sequence.stop, device=device)
     queries = keys[sequence.start :, None]
-    mask = keys <= queries
+    mask = (keys <= queries) | sees_later
     if window is not None:
-        mask &= queries - keys < window
+        mask &= (queries - keys).abs() < window
     if chunk is not None:
         mask &= keys >= queries - queries % chunk
     return mask

@@ -63,6 +63,7 @@ class TokenEvent(NamedTuple):
     sample_index:    number of the output among several for one prompt
     logprobs:        of this token, if asked for
     prompt_logprobs: of the prompt's tokens from the second on, if asked for; in the first event
+    pooled:          [hidden size], the mean of the hidden states that an embedding is made of
     is_known:        whether the request had this token already when it was added
     closed:          whether the output has come to `max_tokens`, and its form is complete all the same
     """
@@ -77,6 +78,7 @@ class TokenEvent(NamedTuple):
     sample_index: int = 0
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: Sequence[TokenLogprobs] | None = None
+    pooled: Any = None
     is_known: bool = False
     closed: bool = False
 

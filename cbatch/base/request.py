@@ -28,6 +28,24 @@ class ApiCall:
     repeated: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbedOptions:
+    """Texts that are embedded instead of continued, in one request.
+
+    inputs:      texts, or token ids of each
+    is_list:     whether they were given as a list, so that their embeddings are one
+    dimensions:  how many numbers of each embedding are kept, the first ones; None for all
+    prompt_name: of the instruction in front of each text, among those of the model's files; None for its default
+    is_base64:   the row has the bytes of float32 numbers as base64, as OpenAI's API gives them if asked to
+    """
+
+    inputs: Sequence[str | Sequence[int]]
+    is_list: bool = False
+    dimensions: int | None = None
+    prompt_name: str | None = None
+    is_base64: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
     """That the model must call a function: the one of this name, or, if it is None, any of the tools."""
@@ -66,6 +84,7 @@ class Request:
     continuations: texts or token ids whose log-probabilities behind the prompt are asked for, instead of an answer.
                 None stands for the prompt itself
     answer:     beginning of the model's answer, which it is to continue
+    embed:      what is embedded, if nothing is to be generated
     given:      sampling parameters that the row sets, by name
     given_template: options of the chat template that the row sets
     priority:   lower priorities run first
@@ -99,7 +118,8 @@ class Request:
     is_thinking: whether the prompt leaves the model inside its reasoning
     prefix:   the beginning of the answer, which the prompt ends with
     known:    what each output has already, which it goes on with; empty if nothing is known
-    tails:    of the continuations, which begin alike with `prompt_ids`; empty if an answer is asked for
+    tails:    of the continuations, which begin alike with `prompt_ids`, or each text that is embedded; empty if an
+              answer is asked for
 
     In an engine, by `SteppingEngine.add_request` and `EngineThread`:
     request_id:      its number there; None until it is accepted
@@ -123,6 +143,7 @@ class Request:
     max_calls: int | None = None
     continuations: Sequence[str | Sequence[int] | None] = ()
     answer: str = ""
+    embed: EmbedOptions | None = None
     given: dict[str, Any] = field(default_factory=dict)
     given_template: dict[str, Any] = field(default_factory=dict)
     priority: int = 0
@@ -170,6 +191,8 @@ class Request:
         """The question, in one of the forms of a prompt."""
         if self.messages is not None:
             return {"messages": self.messages} | ({"tools": self.tools} if self.tools else {})
+        if self.embed is not None:
+            return {"input": list(self.embed.inputs) if self.embed.is_list else self.embed.inputs[0]}
         return self.prompt_ids if self.text is None else self.text
 
     @property

@@ -186,8 +186,8 @@ class JournaledOutputs:
 
 
 def _can_go_on(request: Request) -> bool:
-    """False if the log-probabilities of the prompt are wanted, which come with the first token."""
-    return request.params.prompt_logprobs is None
+    """False if something of the prompt is wanted: its log-probabilities, which come with the first token."""
+    return request.params.prompt_logprobs is None and request.embed is None
 
 
 def _fingerprint(engine: SteppingEngine, what: str) -> str:

@@ -20,7 +20,8 @@ from cbatch.base.errors import ConfigError
 from cbatch.extras import missing_package
 
 InputForm = Literal["jsonl", "text", "csv", "tsv", "json", "parquet", "xlsx", "sqlite"]
-OutputForm = Literal["jsonl", "csv", "tsv", "json", "parquet", "xlsx", "sqlite"]
+ResultForm = Literal["jsonl", "csv", "tsv", "json", "parquet", "xlsx", "sqlite"]
+OutputForm = Literal[ResultForm, "npy"]
 Compression = Literal["gz", "zst"]
 
 INPUT_FORMS: tuple[InputForm, ...] = get_args(InputForm)
@@ -33,12 +34,13 @@ BLANKS = frozenset(["csv", "tsv", "xlsx"])
 """Forms in which null and empty text are the same empty cell."""
 
 _DATABASES: tuple[str, ...] = ("sqlite", "sqlite3", "db")
-_FORMS: dict[str, OutputForm] = {
+_RESULTS: dict[str, ResultForm] = {
     **{"jsonl": "jsonl", "ndjson": "jsonl", "csv": "csv", "tsv": "tsv", "tab": "tsv", "json": "json"},
     **{"parquet": "parquet", "pq": "parquet", "xlsx": "xlsx"},
     **dict.fromkeys(_DATABASES, "sqlite"),
 }
-_INPUTS: dict[str, InputForm] = {**_FORMS, "txt": "text"}
+_FORMS: dict[str, OutputForm] = {**_RESULTS, "npy": "npy"}
+_INPUTS: dict[str, InputForm] = {**_RESULTS, "txt": "text"}
 _COMPRESSIONS: dict[str, Compression] = {"gz": "gz", "zst": "zst", "zstd": "zst"}
 
 
@@ -181,8 +183,14 @@ def check_output(form: OutputForm, kind: Compression | None) -> None:
         import_package("pyarrow", "Parquet needs")
     if form == "xlsx":
         import_package("openpyxl")
-    if form in ("parquet", "xlsx", "sqlite") and kind is not None:
-        why = "a database cannot be" if form == "sqlite" else f"a {form} file is compressed inside"
+    if form in ("parquet", "xlsx", "sqlite", "npy") and kind is not None:
+        why = (
+            "a database cannot be"
+            if form == "sqlite"
+            else "an array is not"
+            if form == "npy"
+            else f"a {form} file is compressed inside"
+        )
         raise ConfigError(f"The output is not compressed: {why}; leave out .{kind} in its name.")
     if kind == "zst" and _own_zstd() is None:
         import_package("pyarrow", "zstd needs")

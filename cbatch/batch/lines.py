@@ -16,6 +16,7 @@ from cbatch.base.strict_json import parse_json_object
 from cbatch.base.units import format_count, word_for
 from cbatch.batch.answer_cache import CacheConfig
 from cbatch.batch.token_journal import TokenJournalConfig
+from cbatch.requests.embeddings import EMBED, fill_embedding
 from cbatch.requests.rows import fill_broken, fill_row, fill_with_columns
 from cbatch.requests.scores import SCORE, continuations_in
 from cbatch.tools.tool import MAX_TOOL_ROUNDS, Tool
@@ -192,6 +193,7 @@ class RowOptions:
     is_text:       lines are prompts instead of JSON
     has_columns:   each line is `{"columns": ..., "row": ...}`: a row, and columns whose names have no meaning but `id`
     scores:        every row is a score row (see `requests/scores.py`)
+    embeds:        every row is embedded (see `requests/embeddings.py`)
     unit:          what messages call a line: `line`, `row` of a table, or `item` of a program, whose first is 0
     allow_unknown: carry misspelt parameters along instead of refusing their row
     tools:         run what models call of these, in conversations whose rows bring no tools of their own
@@ -205,6 +207,7 @@ class RowOptions:
     is_text: bool = False
     has_columns: bool = False
     scores: bool = False
+    embeds: bool = False
     unit: str = "line"
     allow_unknown: bool = False
     tools: tuple[Tool, ...] = ()
@@ -224,13 +227,17 @@ def parse_line(line: Line, options: RowOptions = DEFAULT_OPTIONS) -> Request:
     try:
         text = line.text(row.where)
         if options.is_text:
-            row.text, row.raw, row.continuations = text, options.scores, [None] if options.scores else []
+            if options.embeds:
+                fill_embedding(row, {"input": text})
+            else:
+                row.text, row.raw, row.continuations = text, options.scores, [None] if options.scores else []
         else:
             fields = parse_json_object(text, row.where, "a row")
             asked = fields["row"] if options.has_columns else fields
             if options.scores:
                 of_columns = continuations_in(fields["columns"]) if options.has_columns else {}
                 asked = {SCORE: True, **of_columns, **asked}
+            asked = {EMBED: True, **asked} if options.embeds else asked
             if options.has_columns:
                 fill_with_columns(row, asked, fields["columns"], allow_unknown=options.allow_unknown)
             else:

@@ -36,7 +36,11 @@ def origin_of(model: Mapping[str, str], limits: SequenceLimits, options: RowOpti
     sampling |= {"--seed": defaults.seed, "--validate, --tries or --tell-error": validation}
     sampling |= {"size of the KV cache": limits.cache if limits.cache_is_small else None}
     row: dict[str, Any] = {"--system": defaults.system, "--template": _template_text(template), "--raw": defaults.raw}
-    row |= {"--format": "text" if options.is_text else options.unit, "--score": options.scores}
+    row |= {
+        "--format": "text" if options.is_text else options.unit,
+        "--score": options.scores,
+        "--embed": options.embeds,
+    }
     row |= {"--template-kwargs": defaults.template.kwargs, "--allow-unknown": options.allow_unknown}
     row |= {"--tools": [tool.schema for tool in options.tools], "--max-tool-rounds": options.max_tool_rounds}
     parts = {"model": {**model, "--date": str(defaults.template.today)}, "sampling": sampling, "input": row}

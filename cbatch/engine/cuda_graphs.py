@@ -249,7 +249,8 @@ class StepGraphs:
     def forward(self, batch: RaggedBatch) -> Logits | None:
         """Logits of a step, valid until the next one; None if no graph serves it."""
         tokens, shared = len(batch.ids), self._shared
-        decode = self._find(self._decode, tokens) if tokens == len(batch.stops) else None
+        is_decode = tokens == len(batch.stops) and batch.pooled is None
+        decode = self._find(self._decode, tokens) if is_decode else None
         step = decode or self._find(self._mixed, tokens)
         if shared is None or step is None or not step.holds(batch):
             return None
@@ -258,7 +259,9 @@ class StepGraphs:
         if decode is None:
             step.replay()
             out = shared.logits[:count] if count <= len(shared.logits) else None
-            return Logits(self._parts.model.run_head(shared.hidden, buffers.logit_rows[:count], out))
+            model = self._parts.model
+            logits = model.run_head(shared.hidden, buffers.logit_rows[:count], out)
+            return Logits(logits, sums=model.pool(shared.hidden, batch.pooled))
         words = batch.sampling_params() if self._samples and batch.sampling_params is not None else None
         if words is not None:
             shared.fill_words(words, step.size)

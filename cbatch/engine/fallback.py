@@ -100,8 +100,8 @@ def configured_execution(config: EngineConfig, model: Model) -> Execution:
 
 def _attention_of(config: EngineConfig, model: Model, kv_dtype: torch.dtype | None) -> AttentionBackend:
     """The backend of a model: if its layers are on devices of different kinds, the reference, which serves all."""
-    if not model.layers:
-        return ReferenceAttention(kv_dtype)  # nothing calls it
+    if not model.layers or not model.is_causal:  # nothing calls it, or no kernel looks ahead
+        return ReferenceAttention(kv_dtype, is_causal=model.is_causal)
     if not all(layer.value_dim for layer in model.layers):
         if config.attention not in ("auto", ReferenceAttention.name):
             raise ConfigError(

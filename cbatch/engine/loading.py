@@ -11,7 +11,7 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
 from cbatch.engine.fallback import choose_execution
 from cbatch.engine.followers import Followers
-from cbatch.engine.kv_cache_sizing import CacheSize, default_step_size, make_runner, measure_cache
+from cbatch.engine.kv_cache_sizing import CacheSize, context_of, default_step_size, make_runner, measure_cache
 from cbatch.engine.model_runner import Execution, ModelRunner
 from cbatch.model.base import Model
 from cbatch.model.float8 import tell_float8
@@ -50,6 +50,7 @@ def load_runner(
         loaded, execution, adapters = load_execution(config, plan, loaded)
         model = execution.model
         seqs, tokens = default_step_size(model.device, model.weight_bytes)
+        tokens = tokens if model.is_causal else max(tokens, context_of(config, model))
         limits = StepLimits(config.max_seqs or seqs, config.max_batch_tokens or tokens, execution.graphs)
         measured = measure_cache(config, execution, limits, len(devices))
         if followers is not None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.base.chat_template_options import DEFAULT_TEMPLATE, TemplateOptions
 from cbatch.base.config import EngineConfig
-from cbatch.base.errors import EngineError, RequestError
+from cbatch.base.errors import EngineError, ModelError, RequestError
 from cbatch.base.outputs import KnownOutput, TokenEvent
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request, RequestDefaults, ToolChoice
@@ -28,6 +28,7 @@ from cbatch.model.base import Model
 from cbatch.model.hf.self_check import checked_model
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import LoadedModel
+from cbatch.model.pooling import Pooling
 from cbatch.requests.input_processor import InputProcessor, ModelInfo, check_adapter, encoded_ids
 from cbatch.requests.output_processor import OutputProcessor
 from cbatch.runtime.cpu import describe_threads
@@ -207,12 +208,19 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
             compile=self.compile,
             first_id=self.first_id,
             adapters=self._adapters,
+            pooling=self.pooling,
         )
         return InputProcessor(model, defaults or RequestDefaults())
 
+    def pooling(self) -> Pooling:
+        """How the model embeds. Raises ModelError if it cannot, or if its files say that in a way that is not known."""
+        if getattr(self.model, "decoder", self) is None:
+            raise ModelError(f"{self.model.name} shows no hidden states, so that it cannot embed.")
+        return self.loaded.pooling
+
     def output_processor(self, request: Request) -> OutputProcessor:
         """Makes a request's completion of its events."""
-        return OutputProcessor(request, self.tokenizer, self.loaded.eos_ids)
+        return OutputProcessor(request, self.tokenizer, self.loaded.eos_ids, self.pooling)
 
     def encode(
         self,
@@ -263,8 +271,12 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         self.runner.check_open()
         params = request.params
         check_adapter(params.lora, self._adapters)
+        embeds = request.embed is not None
+        if not (self.model.generates or embeds):
+            why = "its files hold no output head" if self.model.is_causal else "its tokens see later ones"
+            raise RequestError("invalid_row", f"The model can only embed: {why}.")
         longest = [*request.prompt_ids, *max((tail.token_ids for tail in request.tails), key=len, default=())]
-        request.max_new_tokens = self.max_new_tokens(longest, params)
+        request.max_new_tokens = self.max_new_tokens(longest, params, embeds=embeds)
         for tail in request.tails:
             self._check_tokens("Token id", [*tail.token_ids, *tail.last])
         request.grammar = request.grammar or self.compile(params)
@@ -315,8 +327,9 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
             tail = request.tails[number]
             ids, scored_from, candidates = [*ids, *tail.token_ids], tail.scored_from, list(tail.last)
         counts = counts_for(params, request.prompt_ids)
+        pooled = self.pooling().positions(len(ids)) if request.embed is not None else range(0)
         return TokenSequence(
-            self._next_id + number, ids, request, number, detokenizer, guide, counts, scored_from, candidates
+            self._next_id + number, ids, request, number, detokenizer, guide, counts, scored_from, candidates, pooled
         )
 
     def take_events(self) -> list[TokenEvent]:
@@ -333,8 +346,8 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
                 self._requests.pop(request_id, None)
         return events
 
-    def max_new_tokens(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-        """Most tokens that such a request can get. Raises RequestError as `add` does."""
+    def max_new_tokens(self, prompt_ids: Sequence[int], params: SamplingParams, *, embeds: bool = False) -> int:
+        """Most tokens that such a request can get; 0 if it is embedded. Raises RequestError as `add` does."""
         if not prompt_ids:
             raise RequestError("invalid_row", "The prompt is empty.")
         self._check_tokens("Token id", prompt_ids)
@@ -344,7 +357,10 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         for name in ("stop", "bad_words", "echo"):
             if getattr(params, name) and self.tokenizer is None:
                 raise RequestError("invalid_row", f"{name} needs a tokenizer, and this model has none.")
-        most = self.scheduler.sequence_limits.max_new_tokens(len(prompt_ids), 0 if params.max_tokens == 0 else 1)
+        least = 0 if params.max_tokens == 0 or embeds else 1
+        most = self.scheduler.sequence_limits.max_new_tokens(len(prompt_ids), least)
+        if embeds:
+            return 0
         return most if params.max_tokens is None else min(params.max_tokens, most)
 
     def compile(
@@ -485,8 +501,9 @@ def _make_scheduler(config: EngineConfig, runner: ModelRunner, limits: StepLimit
     return Scheduler(
         BlockPool(runner.num_blocks, config.block_size),
         limits,
-        context_of(config, model),
-        prefix_cache=config.prefix_cache,
+        context_of(config, model) if model.is_causal else min(context_of(config, model), limits.max_batch_tokens),
+        prefix_cache=config.prefix_cache and model.is_causal,
+        whole_prompts=not model.is_causal,
         state_slots=StateSlots(state_pool.num_slots) if state_pool is not None else None,
         chunk_multiple=model.chunk_multiple,
         max_scored=max(MAX_ELEMENTS // model.vocab_size, 1),

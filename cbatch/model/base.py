@@ -12,7 +12,7 @@ from torch import Tensor
 from cbatch.attention.base import AttentionBackend, CapturableAttention
 from cbatch.kernels.operands import AdapterRows, Recurrence
 from cbatch.model.lora_files import Adapter
-from cbatch.runtime.batch import Logits, RaggedBatch
+from cbatch.runtime.batch import Logits, PooledRows, RaggedBatch
 from cbatch.runtime.kv_cache import KVCache, LayerShape
 from cbatch.runtime.state_pool import StateShape
 
@@ -99,6 +99,9 @@ class CapturableModel(Protocol):
     def run_head(self, hidden: HiddenStates, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """The second part: logits [R, vocabulary] float32 of the tokens `rows` [R], in `out` if it is given."""
 
+    def pool(self, hidden: HiddenStates, pooled: PooledRows | None) -> Tensor | None:
+        """Sums of hidden states after the last norm (`PooledRows.sums`); None if none are wanted."""
+
     def adding(self, rows: AdapterRows) -> AddAdapters | None:
         """Adds its adapters to the tokens of a step; None if it has none that are added in a captured one."""
 
@@ -118,6 +121,8 @@ class Model(Protocol):
     chunk_multiple:  tokens that its recurrent layers take together, counted from the beginning of a sequence
     short_context:   sequences that may become longer than this are encoded in another way: `max_model_len` is added to
                      their position ids. None if all are encoded alike
+    generates:       whether it continues texts: not if its files hold no output head, or if tokens see later ones
+    is_causal:       whether tokens see earlier ones only; if not, a step must have all tokens of a sequence
     has_own_threads: whether it computes on threads that are not torch's
     batch_invariant: whether a token has the same bits whatever else is in its step, and however its sequence was cut,
                      if attention has so, too
@@ -137,6 +142,8 @@ class Model(Protocol):
     states: list[StateShape]
     state_devices: list[torch.device]
     chunk_multiple: int
+    generates: bool
+    is_causal: bool
     has_own_threads: bool
     num_parameters: int
     weight_bytes: int
@@ -158,4 +165,7 @@ class Model(Protocol):
         """
 
     def forward(self, batch: RaggedBatch, kv_cache: KVCache, attention: AttentionBackend) -> Logits:
-        """Logits [R, vocabulary] of the wanted rows. A torch model enters inference mode by itself."""
+        """Logits [R, vocabulary] of the wanted rows, and sums of hidden states after the last norm, if any are wanted.
+
+        A torch model enters inference mode by itself.
+        """

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import Any
+from functools import partial
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -30,15 +31,19 @@ from cbatch.kernels.cpu.recurrent import NO_RECURRENCE, Recurrence, new_recurren
 from cbatch.kernels.cpu.tensors import as_array, block_shapes, element_of, fits, paged_caches_of
 from cbatch.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.kernels.formats import FORMATS
+from cbatch.kernels.operands import NormWeights
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.lora.cpu import CpuAdapters
 from cbatch.model.lora.sites import sites_of
 from cbatch.model.lora_files import Adapter
 from cbatch.model.ops.attention import Attend
 from cbatch.model.ops.cpu_layout import CpuLayout
+from cbatch.model.ops.head import Head
+from cbatch.model.ops.residual import normed
 from cbatch.model.packed_file import PackedFile
 from cbatch.model.program_model import ProgramModel
 from cbatch.model.stored import StoredWeights
+from cbatch.model.weight import RESIDUAL
 from cbatch.runtime.batch import Argmax, Logits, RaggedBatch
 from cbatch.runtime.cpu import empty, near_weights, num_threads
 from cbatch.runtime.kv_cache import KVCache
@@ -78,7 +83,7 @@ class CpuModel(ProgramModel):
         """
         super().__init__(config, dtype, torch.device("cpu"))
         program = self.program
-        if not fits(self.layers, LANES, dtype):
+        if not program.is_causal or not fits(self.layers, LANES, dtype):
             raise UnsupportedConfig(f"the kernels do not support its sizes, or do not compute in {dtype}")
         if quantize is not None and dtype != torch.bfloat16:
             raise UnsupportedConfig(f"{quantize.weights} weights need bfloat16, not {dtype}")
@@ -139,7 +144,17 @@ class CpuModel(ProgramModel):
         """Logits [R, vocabulary] float32 of the wanted rows, valid until the next step."""
         outputs, logits = self._outputs_for(len(batch.rows))
         self._thread_pool.run(kernels.run_step, *self._arguments(batch, kv_cache, outputs))
-        return Logits(logits, Argmax(outputs.tokens, outputs.largest))
+        sums = None if batch.pooled is None else batch.pooled.sums(self.device, partial(self._hidden, len(batch.ids)))
+        return Logits(logits, Argmax(outputs.tokens, outputs.largest), sums=sums)
+
+    def _hidden(self, tokens: int, rows: Tensor) -> Tensor:
+        """The hidden states [P, hidden size] float32 of rows of a step of so many tokens, which has just run."""
+        (start, width), size = self._packed.read(RESIDUAL), self.program.hidden_size
+        residual = torch.from_numpy(self._buffers.arenas.floats[start * tokens : (start + width) * tokens])
+        norm = cast(Head, self.program.operations[-1]).norm
+        _, eps, *places = self._packed.head_norm
+        vectors = [torch.from_numpy(self._weights.vectors[at : at + size]) if at >= 0 else None for at in places]
+        return normed(residual.view(tokens, width)[rows, :size], NormWeights(norm.kind, eps, *vectors))
 
     def with_adapters(self, adapters: Sequence[Adapter]) -> CpuModel:
         model = copy(self)

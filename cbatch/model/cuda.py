@@ -35,7 +35,7 @@ from cbatch.model.ops.shards import WHOLE, Part, shard_of
 from cbatch.model.program_model import ProgramModel
 from cbatch.model.stored import StoredWeights, packing_of
 from cbatch.model.weight import Matrix
-from cbatch.runtime.batch import Logits, RaggedBatch
+from cbatch.runtime.batch import Logits, PooledRows, RaggedBatch
 from cbatch.runtime.device import gpu_name, has_bfloat16
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.memory import check_room
@@ -151,7 +151,8 @@ class CudaModel(ProgramModel):
             inputs = inputs._replace(adapters=self.adding(rows_on(self.device, batch.adapters)))
         if batch.states is not None:
             inputs = inputs._replace(recurrence=_recurrence_of(batch), states=batch.states.pool.tensors)
-        return Logits(self.run_head(self.run_layers(inputs, metadata, kv_cache, attention), batch.logit_rows))
+        hidden = self.run_layers(inputs, metadata, kv_cache, attention)
+        return Logits(self.run_head(hidden, batch.logit_rows), sums=self.pool(hidden, batch.pooled))
 
     def new_hidden_states(self, tokens: int) -> HiddenStates:
         residual = torch.empty(tokens, self.program.hidden_size, dtype=torch.float32, device=self.device)
@@ -196,12 +197,20 @@ class CudaModel(ProgramModel):
         self._group.gather_columns(found, self._head_widths, out)
         return out
 
+    def pool(self, hidden: HiddenStates, pooled: PooledRows | None) -> Tensor | None:
+        if pooled is None:
+            return None
+        return pooled.sums(self.device, lambda rows: self._normed(hidden, rows, 1.0, torch.float32))
+
     def head_input(self, hidden: HiddenStates, rows: Tensor) -> Tensor:
         """The rows that are multiplied with the matrix of the head, [R, hidden size]."""
+        return self._normed(hidden, rows, self.head.factor, self.dtype)
+
+    def _normed(self, hidden: HiddenStates, rows: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
         (residual, added), head = hidden, self.head
         addends = () if head.added is None else (Addend(added, head.added),)
-        chosen = added.new_empty(len(rows), self.program.hidden_size)
-        select_and_norm(self.ops, residual, addends, rows, head.norm, head.factor, chosen)
+        chosen = added.new_empty(len(rows), self.program.hidden_size, dtype=dtype)
+        select_and_norm(self.ops, residual, addends, rows, head.norm, factor, chosen)
         return chosen
 
     def finished(self, products: Tensor) -> Tensor:

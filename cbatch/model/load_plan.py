@@ -131,11 +131,12 @@ class LoadPlan:
         dtype, quantize:    of `formats`
         files, fingerprint: what the weights come from, by which a cache finds them packed
         """
-        if is_accelerator(self.device) or self.part.size > 1:
+        is_causal = config.get("use_bidirectional_attention") is not True  # else the reference of attention serves it
+        if is_accelerator(self.device) or self.part.size > 1 or not is_causal:
             from cbatch.model.cuda import CudaModel
             from cbatch.model.ops.device_kernel import by_torch
 
-            ops = None if is_accelerator(self.device) else by_torch()
+            ops = None if is_accelerator(self.device) and is_causal else by_torch()
             return CudaModel(config, tensors, dtype, self.device, ops, quantize=quantize, part=self.part)
         from cbatch.model.cpu import CpuModel
         from cbatch.model.ops.cpu_layout import PACKING

@@ -56,8 +56,9 @@ from cbatch.model.hf.placement import Placement, placement_of
 from cbatch.model.load_plan import DEMO_MODEL, LoadPlan
 from cbatch.model.lora.sites import sites_of
 from cbatch.model.lora_files import Adapter
+from cbatch.model.pooling import FILES, Pooling, default_mode, read_pooling
 from cbatch.model.tensor_files import Tensors
-from cbatch.model.tensor_names import has_own_head
+from cbatch.model.tensor_names import has_own_head, lacks_head
 from cbatch.runtime.device import is_accelerator
 from cbatch.runtime.memory import is_out_of_memory
 from cbatch.text.backend import TextTokenizer
@@ -98,6 +99,7 @@ class LoadedModel:
     placement:  what lies where, if the model is spread over devices
     path:       `fast`, or `transformers` and why
     stored:     formats of the weights in the file, if these are not the usual ones
+    make_pooling: reads how hidden states become an embedding
     """
 
     name: str
@@ -114,10 +116,16 @@ class LoadedModel:
     placement: Placement | None = None
     path: str = ""
     stored: str = ""
+    make_pooling: Callable[[], Pooling] = field(default=Pooling, repr=False)
 
     @cached_property
     def network(self) -> Any:
         return self.make_network()
+
+    @cached_property
+    def pooling(self) -> Pooling:
+        """How hidden states become an embedding. Raises ModelError if its files say it in a way that is not known."""
+        return self.make_pooling()
 
     def without_weights(self) -> LoadedModel:
         """The same without its weights, for an engine that is closed."""
@@ -189,6 +197,7 @@ def _load(plan: LoadPlan) -> LoadedModel:
         placement=placement,
         path=path,
         stored=getattr(fast_model, "stored", ""),
+        make_pooling=lambda: read_pooling(model_folder(plan.source, plan.revision, FILES), tokenizer),
     )
 
 
@@ -235,6 +244,7 @@ def _load_gguf(plan: LoadPlan) -> LoadedModel:
         fast_model=model,
         path="fast",
         stored=checkpoint.description,
+        make_pooling=lambda: Pooling(checkpoint.pooling or default_mode(tokenizer)),
     )
 
 
@@ -370,17 +380,20 @@ def _load_fast(plan: LoadPlan) -> CpuModel | CudaModel:
     program = read_program(config)  # before weights are downloaded
     folder = model_folder(plan.source, plan.revision, ["config.json", "generation_config.json", *WEIGHT_FILES])
     tensors, files, identity = Tensors(folder), weight_files(folder), partial(fingerprint, folder)
-    if has_own_head(program, tensors):
-        config = {**text_config(config), "tie_word_embeddings": False}
+    only_embeds = lacks_head(program, tensors)
+    if only_embeds or has_own_head(program, tensors):
+        config = {**text_config(config), "tie_word_embeddings": only_embeds}
         program = read_program(config)
     if checkpoint is None:
         dtype, quantize = plan.formats(config.get("dtype", config.get("torch_dtype")), is_quantized=False)
-        return plan.fast_model(config, tensors, dtype, quantize, files, identity)
-    # On a GPU, and in bfloat16 on a CPU, matrices keep the integers of the files; else they become numbers.
-    dtype, quantize = plan.formats("bfloat16", is_quantized=True)
-    weights = checkpoint.weights(program, tensors)
-    model = plan.fast_model(config, weights, dtype, quantize, files, identity)
-    weights.finish(checkpoint.name, "the files", model, quantize)
+        model = plan.fast_model(config, tensors, dtype, quantize, files, identity)
+    else:  # on a GPU, and in bfloat16 on a CPU, matrices keep the integers of the files; else they become numbers
+        dtype, quantize = plan.formats("bfloat16", is_quantized=True)
+        weights = checkpoint.weights(program, tensors)
+        model = plan.fast_model(config, weights, dtype, quantize, files, identity)
+        weights.finish(checkpoint.name, "the files", model, quantize)
+    if only_embeds:
+        model.generates = False
     return model
 
 

@@ -110,6 +110,7 @@ class ProgramModel:
     """A model with a program, on one device. The fields are those of `Model`.
 
     config:       of the text model
+    generates:    whether it can continue texts: not if its files hold no output head, or if tokens see later ones
     quantization: how its matrices are kept as integers; None if they are not
     stored:       how its files keep the weights, for people; empty if they are plain numbers
     """
@@ -125,6 +126,7 @@ class ProgramModel:
         for note in program.notes:
             _log.warning("%s", note)
         self.name, self.kind = program.name, program.kind
+        self.is_causal = self.generates = program.is_causal
         self.dtype, self.device = dtype, device
         self.vocab_size, self.max_model_len = program.vocab_size, program.max_model_len
         self.short_context = program.short_context

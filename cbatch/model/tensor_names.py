@@ -67,5 +67,17 @@ def has_own_head(program: Program, tensors: Mapping[str, Tensor]) -> bool:
     return ours.dtype != theirs.dtype or not torch.equal(ours, theirs)
 
 
+def lacks_head(program: Program, tensors: Mapping[str, Any]) -> bool:
+    """Whether a model has no output head: by its class, or by bare names. Other files without one are torn."""
+    if program.is_tied or program.head.parts[0].name in names_in_files(program, tensors):
+        return False
+    return not has_causal_class(program.name) or program.embedding.name not in tensors
+
+
+def has_causal_class(name: str) -> bool:
+    """Whether models of a class of transformers have an output head."""
+    return name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+
+
 def _is_table(program: Program, tensor: Any) -> bool:
     return tensor is not None and tuple(tensor.shape) == program.embedding.shape

@@ -18,6 +18,7 @@ from cbatch.base.outputs import FinishReason, ToolCall
 from cbatch.base.request import ApiCall, Request
 from cbatch.base.units import format_count
 from cbatch.requests import columns
+from cbatch.requests.embeddings import api_body, embeddings_in, row_fields
 from cbatch.requests.responses import answer_of, response_of
 
 SERVER_ERRORS = ("internal_error", "tokenizer_error", "nan_logits", "cancelled", "invalid_answer")
@@ -171,7 +172,8 @@ class Completion(Mapping[str, Any]):
     is_last_try:     whether another try would have given the same answer, so that there was none
     reused:          those tokens of `usage` that were not computed: a cache of answers or an earlier run had them
     continued_tokens: tokens of an earlier run, with which its outputs went on
-    has_text:        False if the model has no tokenizer
+    has_text:        False if the model has no tokenizer, or nothing was to be generated
+    embeddings:      one of each text that was embedded, [dimensions] float32; None of other requests
     has_form:        whether its outputs were to have a form, such as a schema; not known of `from_row`
     request_columns: fields of its row that say something about the request (see `requests/columns.py`)
     """
@@ -185,6 +187,7 @@ class Completion(Mapping[str, Any]):
         error: RequestError | None = None,
         prompt_logprobs: Sequence[TokenLogprob] | None = None,
         has_text: bool = True,
+        embeddings: Sequence[Any] | None = None,
         timing: Timing | None = None,
     ) -> None:
         """
@@ -198,7 +201,8 @@ class Completion(Mapping[str, Any]):
         self._names_tool = request.choice is not None and request.choice.name is not None
         self.has_form = request.params.constraint is not None or request.choice is not None
         self._columns, self._params, self.has_text = request.columns, request.params, has_text
-        self.choices = tuple(choices) or (Choice(finish_reason="error"),)
+        self._embed, self.embeddings = request.embed, embeddings
+        self.choices = tuple(choices) or (Choice(finish_reason="error" if embeddings is None else "stop"),)
         self.usage = usage or Usage()
         self.error = error
         if error is not None:  # whoever keeps the result shall not keep the frames, which hold the engine
@@ -226,12 +230,13 @@ class Completion(Mapping[str, Any]):
             made = cls(request, error=RequestError(error["code"], error["message"]))
         else:
             body = answer_of(fields)
-            usage, scores = body["usage"], body.get("prompt_logprobs")
+            usage, scores, embeddings = body["usage"], body.get("prompt_logprobs"), embeddings_in(fields)
             thought = (usage.get("completion_tokens_details") or usage).get("reasoning_tokens", 0)
-            counts = usage["prompt_tokens"], usage["completion_tokens"], fields.get("cached_tokens", 0), thought
+            counts = usage["prompt_tokens"], usage.get("completion_tokens", 0), fields.get("cached_tokens", 0), thought
             made = cls(
                 request,
-                choices=[_choice_of(one) for one in body.get("choices", [fields])],
+                choices=[_choice_of(one) for one in body.get("choices", [fields])] if embeddings is None else (),
+                embeddings=embeddings,
                 usage=Usage(*counts),
                 prompt_logprobs=_logprobs_of(scores["content"]) if scores is not None else None,
             )
@@ -331,6 +336,9 @@ class Completion(Mapping[str, Any]):
         fields: dict[str, Any] = {"index": self.index, "id": self.id}
         if self.error is not None:
             return fields | {"error": {"code": self.error.code, "message": str(self.error)}, "key": self.key}
+        if self._embed is not None and self.embeddings is not None:
+            fields |= row_fields(self._embed, self.embeddings)
+            return fields | self.request_columns | {"usage": self.usage.to_dict(), "key": self.key}
         choices = list(map(self._choice_fields, self.choices))
         fields |= choices[0]
         if len(choices) > 1:
@@ -347,10 +355,13 @@ class Completion(Mapping[str, Any]):
 
         https://platform.openai.com/docs/api-reference/batch
         """
-        status, error = 200, None
-        if self.error is None:
+        status, error, body = 200, None, dict[str, Any]()
+        if self._embed is not None and self.embeddings is not None:
+            body = api_body(self._embed, self.embeddings, call.model or "cbatch", self.usage.prompt_tokens)
+            body |= self.request_columns
+        elif self.error is None:
             # `created` is 0: the same row gives the same bytes.
-            body: dict[str, Any] = {
+            body = {
                 "id": f"{'chatcmpl' if call.is_chat else 'cmpl'}-{self.key}",
                 "object": "chat.completion" if call.is_chat else "text_completion",
                 "created": 0,

@@ -13,7 +13,9 @@ from cbatch.base.errors import RequestError, as_error, invalid_row
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request, RequestDefaults, ToolChoice
 from cbatch.extras import require_package
+from cbatch.model.pooling import Pooling
 from cbatch.requests.completion import Completion
+from cbatch.requests.embeddings import check_embedding, encode_inputs, params_of
 from cbatch.requests.param_names import own_params
 from cbatch.requests.row_keys import KeyMaker, canonical_params
 from cbatch.requests.scores import scoring_params, set_tails
@@ -33,6 +35,7 @@ class ModelInfo:
     fingerprint:    hash of the model, for keys
     first_id:       the token before the first of a text, if the model has one
     adapters:       fingerprints of its LoRA adapters by name
+    pooling:        reads how its hidden states become an embedding. Raises ModelError
     compile:        compiles the constraint of a request (see `SteppingEngine.compile`)
     """
 
@@ -43,6 +46,7 @@ class ModelInfo:
     compile: Callable[[SamplingParams, Sequence[Mapping[str, Any]], ToolChoice | None], CompiledGrammar | None]
     first_id: int | None = None
     adapters: Mapping[str, str] = field(default_factory=dict)
+    pooling: Callable[[], Pooling] = Pooling
 
 
 class InputProcessor:
@@ -92,8 +96,8 @@ class InputProcessor:
         with _locating(row, "the row cannot be read"):
             defaults = self._defaults
             effective, sampling = self._sampling(row, params)
-            if row.continuations:
-                effective = scoring_params(effective)
+            if row.continuations or row.embed is not None:
+                effective = scoring_params(effective) if row.embed is None else params_of(effective)
                 sampling = canonical_params(effective)
             if effective.n > 1 and row.call is not None and row.call.repeated:
                 raise invalid_row("n is not available: a Response has one output")
@@ -104,6 +108,9 @@ class InputProcessor:
             row.params = effective
             row.adapter = adapters[row.params.lora] if row.params.lora else ""
             row.seed = row.derived_seed(defaults.seed) if effective.seed is None else effective.seed
+            embedded = list[object]()
+            if row.embed is not None:
+                row.seed, embedded = 0, check_embedding(row, row.embed, self._model.pooling)
             if row.tools and (not self._has_template or defaults.raw):
                 raise invalid_row(f"tools need the chat template, {self._why_no_template()}")
             if row.tools and (self._tokenizer is None or not self._tokenizer.takes_tools):
@@ -121,13 +128,16 @@ class InputProcessor:
                 with suppress(RequestError):  # `encode` will say it
                     row.prompt_ids = self._fitting_ids(row)
                     limit = limits.limit_of_cache(len(row.prompt_ids), effective.max_tokens)
-            row.key = self._keys.for_row(row, sampling, row.seed, "token_ids" in row.columns, limit)
+            row.key = self._keys.for_row(row, sampling, row.seed, "token_ids" in row.columns, limit, *embedded)
         return row
 
     def encode(self, request: Request) -> Request:
         """Sets a request's token ids and compiles its constraint. Raises RequestError as `request` does."""
         with _locating(request, "the prompt cannot be encoded"):
             tokenizer, params = self._tokenizer, request.params
+            if request.embed is not None:
+                encode_inputs(request, self._model.pooling(), self._input_ids)
+                return request
             if request.continuations:
                 encode = partial(encoded_ids, tokenizer=tokenizer, context=self.limits.context)
                 set_tails(request, encode, self._model.first_id, partial(self.limits.max_new_tokens, at_least=0))
@@ -210,6 +220,12 @@ class InputProcessor:
             reason = f"The prompt cannot be cut to {limit:,} tokens: it has more around its longest user message."
             raise RequestError(error.code, reason if error.code == "prompt_too_long" else str(error)) from error
         return ids_with(text)
+
+    def _input_ids(self, request: Request) -> Sequence[int]:
+        """The token ids of a text that is embedded. Raises RequestError."""
+        ids = self._fitting_ids(request)
+        self._model.limits.max_new_tokens(len(ids), at_least=0)
+        return ids
 
     def _effort_fields(self, params: SamplingParams, has_template: bool) -> dict[str, Any]:
         """Fields for the chat template that say how much to reason. Raises RequestError if it cannot be told."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from cbatch.base.errors import RequestError, as_error
 from cbatch.base.outputs import FinishReason, TokenEvent, TokenLogprobs
 from cbatch.base.request import Request
+from cbatch.model.pooling import Pooling
 from cbatch.requests import columns
 from cbatch.requests.completion import Choice, Completion, Score, Timing, TokenLogprob, Usage
 from cbatch.requests.scores import scores_of
@@ -55,6 +57,7 @@ class Output:
     """One output of a request, as far as it has come.
 
     texts: its text, in pieces, if the engine made it to find stop strings
+    pooled: see `TokenEvent`
     parts: takes its text apart as it comes; None until somebody reads the output as a stream
     prompt_logprobs: of the prompt's tokens from the first that is scored on; None if it gives none
     """
@@ -66,6 +69,7 @@ class Output:
     stop_reason: str | None = None
     closed: bool = False
     prompt_logprobs: Sequence[TokenLogprobs] | None = None
+    pooled: Any = None
     parts: _OutputParts | None = None
 
 
@@ -115,13 +119,20 @@ class OutputProcessor:
     reads the result: call `read` for each event, `completion` at the end, or both.
     """
 
-    def __init__(self, request: Request, tokenizer: ChatTokenizer | None, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: ChatTokenizer | None,
+        eos_ids: frozenset[int],
+        pooling: Callable[[], Pooling] = Pooling,
+    ) -> None:
         """
         tokenizer: None for a model that has none; such a request gets token ids only
         eos_ids:   the model's own end tokens
+        pooling:   how the model's hidden states become an embedding
         """
         self.request = request
-        self._tokenizer = tokenizer
+        self._tokenizer, self._pooling = tokenizer, pooling
         self._new_parts = partial(_OutputParts, request, tokenizer, request.ends(eos_ids))
         self.outputs = [Output() for _ in range(request.num_outputs)]
         self._error: tuple[int, RequestError] | None = None
@@ -166,7 +177,7 @@ class OutputProcessor:
             self._cached_tokens = event.cached_tokens
         if event.finish_reason is not None:
             output.finish_reason, output.stop_reason = event.finish_reason, event.stop_reason
-            output.closed = event.closed
+            output.closed, output.pooled = event.closed, event.pooled
             self._num_unfinished -= 1
             if self._num_unfinished == 0:
                 self._finished_at = time.monotonic()
@@ -213,8 +224,15 @@ class OutputProcessor:
     def completion(self) -> Completion:
         """The result, once all outputs have ended."""
         request = self.request
-        choices: list[Choice] = []
-        while self._error is None and len(choices) < len(request.continuations or self.outputs):
+        choices, embeddings = list[Choice](), None
+        if request.embed is not None and self._error is None:
+            try:
+                pooling, size = self._pooling(), request.embed.dimensions
+                embeddings = [pooling.embedding(output.pooled, size) for output in self.outputs]
+            except BaseException as raised:
+                self.fail(_text_error(raised))
+        wanted = len(request.continuations or self.outputs) if embeddings is None else 0
+        while self._error is None and len(choices) < wanted:
             try:
                 choices.append(self._scored(len(choices)) if request.tails else self._choice(len(choices)))
             except BaseException as raised:
@@ -236,7 +254,8 @@ class OutputProcessor:
             choices=choices,
             usage=usage,
             prompt_logprobs=scores,
-            has_text=self._tokenizer is not None,
+            has_text=self._tokenizer is not None and embeddings is None,
+            embeddings=embeddings,
             timing=timing,
         )
         completion.continued_tokens, completion.reused = self._num_known, Usage(0, self._num_known)

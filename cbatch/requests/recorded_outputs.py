@@ -60,8 +60,8 @@ def content_key(model: str, limits: SequenceLimits | None, request: Request) -> 
 
 
 def record(outputs: OutputProcessor) -> bytes | None:
-    """The outputs of a request that has ended; None if it has failed."""
-    if outputs.has_failed:
+    """The outputs of a request that has ended; None if it has failed, or was embedded."""
+    if outputs.has_failed or outputs.request.embed is not None:
         return None
     fields = {
         "outputs": [

@@ -206,7 +206,7 @@ def answer_of(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     Scores are choices.
     """
     body: Mapping[str, Any] = fields["response"]["body"] if "response" in fields else fields
-    if "data" in body and "response" in fields:
+    if "response" in fields and "data" in body and "embedding" not in body["data"][0]:
         return {**body, "choices": body["data"]}
     if body.get("object") != "response":
         return body

@@ -14,6 +14,7 @@ from cbatch.base.params import ALIASES, with_overrides
 from cbatch.base.request import ApiCall, Request, ToolChoice
 from cbatch.base.strict_json import json_type
 from cbatch.requests import responses
+from cbatch.requests.embeddings import EMBED, EMBEDDINGS, FIELDS, fill_embedding
 from cbatch.requests.param_names import (
     COLUMN_NAMES,
     IGNORED,
@@ -30,7 +31,7 @@ from cbatch.requests.param_names import (
 from cbatch.requests.scores import PAIR_FIELDS, SCORE, take_continuations, take_pair
 
 CHAT, TEXT, RESPONSES, SCORES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/score"
-PROMPT_OF_URL = {CHAT: "messages", TEXT: "prompt", RESPONSES: "input", SCORES: "text_1"}
+PROMPT_OF_URL = {CHAT: "messages", TEXT: "prompt", EMBEDDINGS: "input", RESPONSES: "input", SCORES: "text_1"}
 
 MAX_PRIORITY = 2**31
 """Leaves room for more urgent requests: those of a chat that runs rows in the background."""
@@ -83,6 +84,9 @@ def fill_row(row: Request, fields: dict[str, Any], *, allow_unknown: bool = Fals
         }
         _check_spelling(row, (name for name in row.extra if name not in REFUSED and name not in words), SPELLINGS)
     forms = [name for name in PROMPT_FIELDS if name in fields]
+    if fields.get(EMBED) is True:
+        fill_embedding(row, fields)
+        return
     if len(forms) != 1:
         found = f"both {' and '.join(forms)}" if forms else f"none of {', '.join(PROMPT_FIELDS)}"
         raise row.invalid(f"the row has {found}")
@@ -155,6 +159,10 @@ def _fill_api_request(row: Request, fields: dict[str, Any], *, allow_unknown: bo
     _set_priority(row, body)
     if doubled := [name for name in PROMPT_FIELDS if name != PROMPT_OF_URL[url] and body.get(name) is not None]:
         raise row.invalid(f"this url takes {PROMPT_OF_URL[url]}, not {doubled[0]}")
+    if url == EMBEDDINGS:
+        _set_params(row, {name: value for name, value in body.items() if name in PARAMS and name not in FIELDS})
+        fill_embedding(row, body)
+        return
     if not is_chat and (strange := [name for name in CHAT_FIELDS if body.get(name) and name != "parallel_tool_calls"]):
         raise row.invalid(f"{strange[0]} is a field of {CHAT}, and this is a request to {url}")
     if url == RESPONSES:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cbatch.runtime.device import samples_on
 from cbatch.runtime.state_pool import StatePool, StepStates
 from cbatch.runtime.transfer import to_device
 from cbatch.schedule.output import ScheduledChunk, SchedulerOutput
@@ -105,11 +106,33 @@ class Logits(NamedTuple):
     values:  [R, V]
     argmax:  of the rows, if the model has computed it
     sampled: tokens of the rows as they are, if sampling was part of a captured step
+    sums:    [E, hidden size], of each chunk that is pooled (see `PooledRows`)
     """
 
     values: Tensor
     argmax: Argmax | None = None
     sampled: SampledOnDevice | None = None
+    sums: Tensor | None = None
+
+
+class PooledRows(NamedTuple):
+    """Tokens of a step whose hidden states, after the last norm, are summed for embeddings.
+
+    rows:   [P] int64, their rows in the batch, one chunk after the other
+    counts: [E] int64, how many of them each of the E chunks has
+    """
+
+    rows: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+    def sums(self, device: torch.device, hidden: Callable[[Tensor], Tensor]) -> Tensor:
+        """[E, hidden size] where the model is, in float64 if it has that: so it does not matter how a text was cut.
+
+        hidden: gives the hidden states [P, hidden size] of rows
+        """
+        rows, counts = to_device([self.rows, self.counts], device)
+        exact = torch.float64 if samples_on(device) else torch.float32
+        return torch.segment_reduce(hidden(rows).to(exact), "sum", lengths=counts, unsafe=True)
 
 
 class ScoringRows(NamedTuple):
@@ -147,6 +170,7 @@ class RaggedBatch:
     device_tokens  tokens that only the device knows; None if there are none, which is so whenever the host samples
     states         where the chunks have the states of recurrent layers; None for a model without such layers
     adapters       [T] int64, number of each token's LoRA adapter, 0 for none; None if no token has one
+    pooled         tokens that are summed for embeddings; None if there are none
 
     sampling_params returns the parameters of the requests that get a token, packed (`sampler.pack_sampling_params`),
     for a step that samples by itself; None if something changes the logits before.
@@ -168,6 +192,7 @@ class RaggedBatch:
     sampling_params: Callable[[], NDArray[np.int32] | None] | None = None
     states: StepStates | None = None
     adapters: NDArray[np.int64] | None = None
+    pooled: PooledRows | None = None
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
@@ -239,7 +264,8 @@ class RaggedBatch:
         sampling_params:  see `RaggedBatch`
         state_pool:       of a model with recurrent layers
         """
-        sequences, starts, stops, are_last, blocks, _, states, drafts, _ = zip(*scheduled.chunks, strict=True)
+        sequences, starts, stops, _, blocks, _, states, drafts, _, _ = zip(*scheduled.chunks, strict=True)
+        are_sampled = [chunk.is_sampled for chunk in scheduled.chunks]
         # numpy: torch takes longer, and each of its operations lets other threads take the interpreter.
         furthest = np.array(stops)
         lengths = furthest - np.array(starts)
@@ -251,9 +277,9 @@ class RaggedBatch:
         offsets = [sequence.request.position_offset for sequence in sequences]
         if any(offsets):
             positions += np.array(offsets)[chunk_of]
-        rows = (ends - 1)[np.array(are_last)]
+        rows = (ends - 1)[np.array(are_sampled)]
         if any(drafts):
-            first = [end - len(draft) for end, draft, is_last in zip(ends, drafts, are_last, strict=True) if is_last]
+            first = [end - len(draft) for end, draft, is_last in zip(ends, drafts, are_sampled, strict=True) if is_last]
             rows = np.concatenate([np.arange(one - 1, last + 1) for one, last in zip(first, rows, strict=True)])
         scoring, scored = None, _scored_places(scheduled)
         if len(scored):
@@ -272,7 +298,7 @@ class RaggedBatch:
         step_states = None if state_pool is None else StepStates.of(state_pool, starts, states)
         return cls(
             ids, positions, slots, rows, table, starts, stops, device, scoring, device_tokens, sampling_params,
-            step_states, token_adapters,
+            step_states, token_adapters, _pooled_rows(scheduled),
         )  # fmt: skip
 
 
@@ -297,3 +323,16 @@ def _scored_places(scheduled: SchedulerOutput) -> NDArray[np.int64]:
             places += [first + position - chunk.start for position, _ in chunk.scored_tokens]
             first += chunk.num_tokens
     return np.array(places, np.int64)
+
+
+def _pooled_rows(scheduled: SchedulerOutput) -> PooledRows | None:
+    """Tokens of the batch that are summed for embeddings; most steps have none."""
+    if not any(chunk.to_pool for chunk in scheduled.chunks):
+        return None
+    rows, counts, first = list[int](), list[int](), 0
+    for chunk in scheduled.chunks:
+        if chunk.to_pool:
+            rows += range(first + chunk.to_pool.start - chunk.start, first + chunk.to_pool.stop - chunk.start)
+            counts.append(len(chunk.to_pool))
+        first += chunk.num_tokens
+    return PooledRows(np.array(rows, np.int64), np.array(counts, np.int64))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from cbatch.sample.row_masks import RowMasks
 from cbatch.sample.sampler import SampledTokens, Sampler, pack_sampling_params, rows_for_torch
 from cbatch.sample.structured.masks import Place, TokenMasks
 from cbatch.schedule.output import SchedulerOutput, StepResult
-from cbatch.schedule.sequence import TokenSequence
+from cbatch.schedule.sequence import NAN, TokenSequence
 
 OnScores = Callable[[Tensor, Tensor], None]
 """Gets logits [N, vocabulary] of scored places of prompts, valid during the call, and the tokens [N] that follow."""
@@ -40,7 +41,6 @@ MIN_LOGPROB = -9999.0
 MAX_ELEMENTS = 2**26
 """Most logits that are converted to float32 at once: 256 MiB."""
 
-NAN = RequestError("nan_logits", "The model's output for this request is not a number.")
 NO_ALLOWED_TOKEN = invalid_row(
     "No token is left to choose from: each is forbidden by allowed_token_ids, bad_words, min_tokens, logit_bias or the "
     "constraint.",
@@ -60,7 +60,7 @@ class PendingSample:
         on_scores: OnScores | None = None,
     ) -> None:
         """Starts sampling a token for each request of a step that gets one, and after each of its draft, if it has any;
-        and scoring prompts.
+        and scoring prompts, and copying the sums of what is embedded.
 
         All earlier tokens of these requests must be known.
 
@@ -70,6 +70,7 @@ class PendingSample:
         on_scores: see `StepLoop`
         """
         self.scheduled = scheduled
+        self._sums = HostCopy(logits.sums) if logits.sums is not None else None
         self._scores: PendingLogprobs | None = None
         if scoring is not None:
             self._scores = _begin_scores(scheduled, logits.values, scoring.scored, on_scores)
@@ -83,7 +84,7 @@ class PendingSample:
         self._logprob_rows: list[int] = []
         """Rows whose tokens `_logprobs` has, then those whose alternatives it has."""
         if sequences:
-            values, argmax, sampled = logits
+            values, argmax, sampled, _ = logits
             row_masks = None
             if masks is not None or any(sequence.changes_logits for sequence in sequences):
                 values = process_logits(values, sequences)
@@ -135,7 +136,8 @@ class PendingSample:
             Sample(token, logprobs.get(row), error, others.get(row))
             for row, (token, error) in enumerate(zip(token_ids, wrong, strict=True))
         ]
-        return StepResult(samples, scores)
+        sums: Any = self._sums.get()[0].numpy() if self._sums is not None else ()
+        return StepResult(samples, scores, sums)
 
     def _begin_logprobs(self, logits: Tensor, rows: list[int], tokens: Tensor) -> None:
         """Of the tokens of these rows, and of their alternatives.  tokens: of all rows, on the device"""

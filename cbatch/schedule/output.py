@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cbatch.base.outputs import Sample, TokenLogprobs
 from cbatch.schedule.sequence import TokenSequence
@@ -21,6 +21,7 @@ class ScheduledChunk(NamedTuple):
               cache hold them, and which count as computed only once they are accepted (see `drafts`)
     state:    of a model with recurrent layers
     caught_up: known tokens that are computed with the last one (see `TokenSequence.num_to_catch_up`)
+    to_pool:  positions whose hidden states are summed for an embedding
     """
 
     sequence: TokenSequence
@@ -32,6 +33,7 @@ class ScheduledChunk(NamedTuple):
     state: ChunkState | None = None
     draft: tuple[int, ...] = ()
     caught_up: int = 0
+    to_pool: range = range(0)
 
     @classmethod
     def of(cls, sequence: TokenSequence, most: int, state: ChunkState | None = None) -> ScheduledChunk:
@@ -41,7 +43,8 @@ class ScheduledChunk(NamedTuple):
         to_score = range(0)
         if sequence.scores_prompt:
             to_score = range(max(start, sequence.next_to_score), min(stop, sequence.score_stop))
-        return cls(sequence, start, stop, stop == wanted, sequence.blocks, to_score, state)
+        to_pool = range(max(start, sequence.next_to_pool), min(stop, sequence.pooled.stop))
+        return cls(sequence, start, stop, stop == wanted, sequence.blocks, to_score, state, to_pool=to_pool)
 
     @property
     def num_tokens(self) -> int:
@@ -53,6 +56,11 @@ class ScheduledChunk(NamedTuple):
         sequence, last = self.sequence, self.sequence.num_prompt - 1
         scored = [(at, sequence.token_ids[at + 1]) for at in self.to_score if at < last]
         return scored + [(last, token) for token in sequence.candidates if last in self.to_score]
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether its request gets a token from the step; one that is embedded gets none."""
+        return self.is_last and not self.sequence.pooled
 
     @property
     def is_decode(self) -> bool:
@@ -85,12 +93,17 @@ class SchedulerOutput:
     @property
     def to_sample(self) -> list[ScheduledChunk]:
         """Chunks whose requests get a token from this step, in order."""
-        return [chunk for chunk in self.chunks if chunk.is_last]
+        return [chunk for chunk in self.chunks if chunk.is_sampled]
 
     @property
     def to_score(self) -> list[ScheduledChunk]:
         """Chunks with prompt tokens whose log-probabilities are asked for, in order."""
         return [chunk for chunk in self.chunks if chunk.to_score]
+
+    @property
+    def to_pool(self) -> list[ScheduledChunk]:
+        """Chunks with tokens whose hidden states are summed, in order."""
+        return [chunk for chunk in self.chunks if chunk.to_pool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +112,9 @@ class StepResult:
 
     samples: for each chunk of `to_sample` one, and one more after each token of its draft
     scores:  for each chunk of `to_score`
+    sums:    for each chunk of `to_pool` [hidden size]
     """
 
     samples: Sequence[Sample]
     scores: Sequence[Sequence[TokenLogprobs]] = ()
+    sums: Sequence[Any] = ()

@@ -56,8 +56,10 @@ class Scheduler:
         chunk_multiple: int = 1,
         max_scored: int = sys.maxsize,
         speculate: int | Literal["auto", "off"] = "off",
+        whole_prompts: bool = False,
     ) -> None:
         """
+        whole_prompts:               prompts are not cut into chunks; nothing is generated then
         state_slots, chunk_multiple: of a model with recurrent layers; see `recurrent_states`
         max_scored:                  most positions whose logits score prompts in a step
         speculate:                   see `EngineConfig` and `drafts`
@@ -73,7 +75,7 @@ class Scheduler:
         if speculate != "off":
             self.drafts = Drafts(pool, self.states, speculate if speculate != "auto" else None)
         self.sequence_limits = SequenceLimits(max_model_len, pool.capacity)
-        self.prefix_cache, self._max_scored = prefix_cache, max_scored
+        self.prefix_cache, self._max_scored, self._whole_prompts = prefix_cache, max_scored, whole_prompts
         self._admission = AdmissionPolicy(pool, self.sequence_limits)
         self._limits = self.max_batch_tokens, self.max_seqs
         self.prefill_limit: int | None = None
@@ -139,9 +141,12 @@ class Scheduler:
         prompts = PrefillBudget(self.prefill_limit, running, states.multiple, self._max_scored)
         order = heapq.merge(running, self._waiting_in_order(preempted)) if self.waiting else running
         for (_, pending, _), sequence in order:
-            if budget == 0:
+            if budget <= 0:
                 break
             allowed = states.allowed(sequence, prompts.allow(sequence, budget)) if pending else budget
+            if self._whole_prompts:  # the first one goes even beyond a budget that has shrunk
+                count = sequence.num_pending
+                allowed = count if count <= budget or not scheduled.chunks else 0
             awaits = sequence.num_output_placeholders > 0 and self._awaits_token(sequence)
             if sequence in preempted or allowed == 0 or awaits:
                 continue
@@ -217,12 +222,17 @@ class Scheduler:
         """Updates the requests of a step with its tokens, except those that have ended since it was scheduled."""
         for chunk, scores in zip(scheduled.to_score, result.scores, strict=True):
             chunk.sequence.scored += scores[chunk.sequence.next_to_score - chunk.to_score.start :]
+        for chunk, total in zip(scheduled.to_pool, result.sums, strict=True):
+            chunk.sequence.pool(chunk.to_pool, total)
         for chunk in scheduled.chunks:
             if chunk.start < (num_prompt := chunk.sequence.num_prompt):
                 self.num_prefilled_tokens += min(chunk.stop, num_prompt) - chunk.start
         events, samples = [], iter(result.samples)
-        for chunk in scheduled.to_sample:
-            own = list(islice(samples, 1 + len(chunk.draft)))
+        for chunk in scheduled.chunks:
+            if not chunk.is_last:
+                continue
+            pools = bool(chunk.sequence.pooled)
+            own = [chunk.sequence.pooling_result] if pools else list(islice(samples, 1 + len(chunk.draft)))
             if own[0].error is not None and own[0].error.code == "nan_logits":
                 self.states.evict(chunk)
                 self.pool.evict(chunk.blocks)  # their keys and values may be NaN, too

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from cbatch.base.errors import RequestError, as_error
 from cbatch.base.outputs import FinishReason, Sample, TokenEvent, TokenLogprobs
@@ -16,6 +17,8 @@ from cbatch.schedule.state_slots import Snapshot
 
 ADAPTER_BITS = 20
 """Of the number of an adapter."""
+
+NAN = RequestError("nan_logits", "The model's output for this request is not a number.")
 
 LOOP_INTERVAL = 16
 """Tokens from one search for a loop to the next: it takes as long as the output is long."""
@@ -143,8 +146,10 @@ class TokenSequence:
     has_ended:      whether its last event was made or it was cancelled; tokens of steps in flight are dropped then
     scored_from:    the first token of the prompt whose log-probability is wanted, if those are asked for
     candidates:     tokens that may follow the prompt and are scored there
+    pooled:         positions whose hidden states make its embedding, if it is embedded; nothing is generated then
     scored:         log-probabilities of the prompt's tokens from `scored_from` on, as far as they are known, and then
                     of the candidates
+    pooled_sum:     [hidden size], the sum of the first `num_pooled` of these hidden states
     state:          its recurrent state while it runs, if the model has recurrent layers
     """
 
@@ -157,6 +162,7 @@ class TokenSequence:
     counts: TokenCounts | None = None
     scored_from: int = 1
     candidates: Sequence[int] = ()
+    pooled: range = range(0)
     allowed_bitmask: object = None
     changes_logits: bool = field(init=False)
     num_prompt: int = field(init=False)
@@ -169,6 +175,8 @@ class TokenSequence:
     num_peer_preemptions: int = 0
     has_ended: bool = False
     scored: list[TokenLogprobs] = field(default_factory=list)
+    num_pooled: int = 0
+    pooled_sum: Any = None
     blocks: list[int] = field(default_factory=list)
     state: RecurrentState | None = None
 
@@ -251,9 +259,16 @@ class TokenSequence:
         return self.num_prompt - (not self.candidates)
 
     @property
+    def next_to_pool(self) -> int:
+        """The first position whose hidden state is still to be added to the sum."""
+        return self.pooled.start + self.num_pooled
+
+    @property
     def num_sharable(self) -> int:
-        """How many tokens at its beginning may be cached ones: of those behind them, logits are needed."""
+        """How many tokens at its beginning may be cached ones: of those behind them, the step gives something."""
         last = len(self.token_ids) - 1
+        if self.pooled:
+            return min(self.next_to_pool, last)
         return min(self.next_to_score, last) if self.has_unscored_prompt else last
 
     @property
@@ -267,6 +282,16 @@ class TokenSequence:
         """Whether a token that was sampled after a draft counts: its mask was made before the tokens of that came."""
         forced = self.guide.forced if self.guide is not None else ()
         return sample.error is None and (not forced or forced[0] == sample.token_id)
+
+    def pool(self, positions: range, total: Any) -> None:
+        """Adds the sum [hidden size] of the hidden states at these positions, which are the next ones."""
+        self.pooled_sum = total if self.pooled_sum is None else self.pooled_sum + total
+        self.num_pooled += len(positions)
+
+    @property
+    def pooling_result(self) -> Sample:
+        """What its last step gives: no token, or an error if what was summed is not a number."""
+        return Sample(-1, error=None if math.isfinite(float(self.pooled_sum.sum())) else NAN)
 
     def followed_by(self, tokens: Sequence[int]) -> TokenSequence:
         """The request as the sampler would see it after these tokens of its output; itself if that changes nothing."""
@@ -361,4 +386,5 @@ class TokenSequence:
             logprobs=sample.logprobs if sample is not None else None,
             closed=reason == "length" and self.guide is not None and self.guide.is_complete,
             prompt_logprobs=self.scored if self.scores_prompt and self.num_generated == bool(sample) else None,
+            pooled=self.pooled_sum / self.num_pooled if self.pooled else None,
         )

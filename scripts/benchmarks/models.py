@@ -164,7 +164,7 @@ class FreeModel:
         self.has_own_threads, self.batch_invariant, self.capturable = False, False, None
         self.states: list[StateShape] = []
         self.state_devices: list[torch.device] = []
-        self.chunk_multiple = 1
+        self.chunk_multiple, self.generates, self.is_causal = 1, True, True
         self._logits = torch.zeros(1, vocab_size)
         self._logits[0, likeliest] = 1
 

@@ -19,6 +19,7 @@ from cbatch.attention.reference import ReferenceAttention
 from cbatch.base.config import EngineConfig
 from cbatch.base.params import SamplingParams
 from cbatch.base.quantization import Quantization
+from cbatch.base.request import EmbedOptions, Request, ScoredTail
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.kernels.cpu.program import run_step
 from cbatch.model.config import UnsupportedConfig
@@ -98,6 +99,30 @@ def test_equals_generate(kind: str) -> None:
     assert engine.scheduler.num_preemptions > 0, "nothing was preempted"
     assert engine.scheduler.num_cached_tokens >= len(TRUNK) // BLOCK_SIZE * BLOCK_SIZE, "no blocks were shared"
     assert model.num_parameters <= sum(parameter.numel() for parameter in network.parameters()) + 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sampled(KINDS, 12, keep=["gemma2", "gpt2", "cohere", "qwen3_5_text"]))
+def test_hidden_states(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards what embeddings are made of, on the CPU and by the operations of a device: the states after the last norm,
+    without the factors of the head, whatever chunks a text came in.
+    """
+    saved, prompts = saved_model(kind), [list(range(1, 21)), [5, 4, 3]]
+    decoder = getattr(saved.network, "model", None) or saved.network.get_decoder()
+    with torch.no_grad():
+        right = [decoder(input_ids=torch.tensor([ids]), use_cache=False)[0][0].mean(0) for ids in prompts]
+    on_device = CudaModel(saved.config, saved.tensors, torch.float32, torch.device("cpu"), by_torch())
+    sizes: dict[str, Any] = {"block_size": BLOCK_SIZE, "kv_blocks": 9, "max_seqs": 6, "max_batch_tokens": 8}
+    config = EngineConfig(device="cpu", **sizes)
+    for engine in (
+        SteppingEngine(config, loaded(saved.network, fast_model=cpu_model(kind))),
+        engine_around(monkeypatch, on_device, ReferenceAttention(), **sizes | {"max_batch_tokens": 70}),
+    ):
+        tails = [ScoredTail(ids, 1, (), ()) for ids in prompts]
+        engine.add_request(Request(tails=tails, embed=EmbedOptions(inputs=prompts)))
+        events = {event.sample_index: event for _ in range(9) if engine.has_work for event in engine.step()}
+        for place, wanted in enumerate(right):
+            assert (wanted - torch.from_numpy(events[place].pooled)).abs().max() < 1e-4 * wanted.abs().max()
 
 
 @pytest.mark.parametrize(

@@ -195,8 +195,8 @@ def test_bodies_become_rows() -> None:
     ("fields", "message"),
     [
         (
-            call({}, "/v1/embeddings"),
-            "not /v1/embeddings",
+            call({}, "/v1/moderations"),
+            "not /v1/moderations",
         ),
         (call({}, url=3), "not a number"),  # type: ignore[arg-type]
         (chat() | {"method": "GET"}, "method must be POST"),

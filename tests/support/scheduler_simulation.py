@@ -20,12 +20,11 @@ from numpy.typing import NDArray
 from cbatch.base.outputs import FinishReason, Sample, TokenEvent
 from cbatch.base.request import Request
 from cbatch.runtime.batch import BlockTables, InFlightTokens, RaggedBatch
-from cbatch.sample.output import NAN
 from cbatch.schedule.block_pool import BlockPool
 from cbatch.schedule.limits import StepLimits
 from cbatch.schedule.output import ScheduledChunk, SchedulerOutput, StepResult
 from cbatch.schedule.scheduler import Scheduler
-from cbatch.schedule.sequence import TokenSequence
+from cbatch.schedule.sequence import NAN, TokenSequence
 from cbatch.schedule.state_slots import ZERO, StateSlots
 
 Stamps = NDArray[np.int64]

@@ -153,11 +153,17 @@ def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
         made |= {"choices": choices} if len(choices) > 1 else {}
         made |= {name: first[name] for name in OF_SCORES if name in first}
         made |= {DROPPED: body[DROPPED]} if DROPPED in body else {}
+    elif data := body.get("data"):
+        vectors = [one["embedding"] for one in data]
+        made |= {"embedding": vectors[0]} if len(vectors) == 1 else {"embeddings": vectors}
+        made |= {"usage": body.get("usage")}
     return made
 
 
-Kind = type[bool | int | float | str | list[str]] | None
-"""The type that all values of a column fit: text for what has no type in common. None if all are null."""
+Kind = type[bool | int | float | str | list[str] | tuple[float, ...]] | None
+"""The type that all values of a column fit: text for what has no type in common; a tuple for an embedding. None if all
+are null.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +204,8 @@ class TableLayout:
             found = {name: value for name, value in found.items() if name in self._properties}
         for seen, values in ((self._answer, answer), (self._input, columns), (self._properties, found)):
             for name, value in values.items():
-                seen[name] = _common(seen.get(name), _kind(value))
+                is_embedding = name == "embedding" and seen is self._answer and isinstance(value, list)
+                seen[name] = _common(seen.get(name), tuple if is_embedding else _kind(value))
 
     def columns(self) -> list[Column]:
         """The columns in their order: index, `id` if a row has one, those of the input, the answer, key and check.

@@ -152,6 +152,7 @@ def _inferred(kind: Kind) -> Any:
     text = pyarrow.string()
     wide, texts = pyarrow.float64(), pyarrow.list_(text)
     kinds: dict[Kind, Any] = {bool: pyarrow.bool_(), int: pyarrow.int64(), float: wide, list: texts}
+    kinds[tuple] = pyarrow.list_(pyarrow.float32())
     return kinds.get(kind, text)
 
 

@@ -27,12 +27,13 @@ from cbatch.batch.tables.columns import (
     split_result,
     values_of,
 )
+from cbatch.requests.embeddings import nine_digits
 
 _TEXTS = frozenset("text finish_reason reasoning stop_reason note prompt_text error_code error_message key".split())
 _ORDER = (
     "index id text logprob mean_logprob num_tokens is_greedy finish_reason reasoning tool_calls stop_reason closed "
-    "note token_ids logprobs choices prompt_logprobs prompt_text error usage key tool_messages validation extra "
-    "cached_tokens ttft_s elapsed_s from_cache"
+    "note token_ids logprobs choices prompt_logprobs embedding embeddings prompt_text error usage key tool_messages "
+    "validation extra cached_tokens ttft_s elapsed_s from_cache"
 ).split()
 """Fields of a row in their order. One that is missing here costs a cell in `REST`."""
 
@@ -126,7 +127,8 @@ def _parts(names: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
 def _answer_value(name: str, value: Any) -> Any:
     if value is None or (value == "" and name != "text"):
         return None
-    return value if name in _TEXTS else _parsed(value)
+    value = value if name in _TEXTS else _parsed(value)
+    return nine_digits(value) if name == "embedding" and isinstance(value, list) else value
 
 
 def _parsed(value: Any) -> Any:
@@ -142,7 +144,9 @@ def _row(answer: Fields, extra: Fields) -> Fields:
     fields: Fields = {name: value for name, value in answer.items() if value is not None}
     code, message = fields.pop("error_code", None), fields.pop("error_message", "")
     if code is None:
-        fields |= {"text": answer["text"], "usage": {name: fields[name] for name in _USAGE if name in fields}}
+        is_embedded = "embedding" in fields or "embeddings" in fields
+        fields |= {} if is_embedded else {"text": answer["text"]}
+        fields |= {"usage": {name: fields[name] for name in _USAGE if name in fields}}
     else:
         fields["error"] = {"code": code, "message": message}
         fields.pop("text", None)

@@ -22,6 +22,7 @@ from cbatch.batch.forms import (
     RESULTS_TABLE,
     Compression,
     OutputForm,
+    ResultForm,
     check_output,
     compressed,
     decompressed,
@@ -35,6 +36,7 @@ from cbatch.batch.tables.columns import ALWAYS, Column, Rows, TableLayout, Table
 from cbatch.batch.tables.csv_table import write_csv
 from cbatch.batch.tables.database import has_table, write_database
 from cbatch.batch.tables.json_array import read_array, write_array
+from cbatch.batch.tables.npy_array import write_npy
 from cbatch.batch.tables.parquet_table import write_parquet
 from cbatch.batch.tables.restored import restored
 from cbatch.batch.tables.row_input import open_table, row_of_line
@@ -48,6 +50,8 @@ def open_results(path: Path, form: OutputForm) -> IO[bytes]:
 
     Raises ConfigError if it cannot be read, or is a table of something else.
     """
+    if form == "npy":
+        path, form = journal_of(path), "jsonl"
     with ExitStack() as opened, os_errors_as(ConfigError, f"Cannot read {path}"):
         file = opened.enter_context(Path(split_table(str(path))[0]).open("rb"))
         try:
@@ -63,7 +67,7 @@ def open_results(path: Path, form: OutputForm) -> IO[bytes]:
         return lines
 
 
-def _restored_lines(file: IO[bytes], name: str, form: OutputForm) -> Iterator[bytes]:
+def _restored_lines(file: IO[bytes], name: str, form: ResultForm) -> Iterator[bytes]:
     for row in result_rows(file, name, form):
         cells = row.columns
         if row.error is None and is_result(cells):
@@ -72,7 +76,7 @@ def _restored_lines(file: IO[bytes], name: str, form: OutputForm) -> Iterator[by
             yield json.dumps(cells).encode() + b"\n"  # which is no row of output, so that it counts as damaged
 
 
-def result_rows(file: IO[bytes], name: str, form: OutputForm) -> Iterator[TableRow]:
+def result_rows(file: IO[bytes], name: str, form: ResultForm) -> Iterator[TableRow]:
     """The rows of a table of results of any form. Raises ConfigError if it has not got their columns."""
     names: Iterable[str]
     if form == "json":
@@ -182,7 +186,8 @@ class TableWriter(FileWriter):
                 table = table_of(self._table_path)
                 write_results(target, self._form, self._compression, rows, self._types, self._expand, table)
         self._has_table = True
-        self._path.unlink()
+        if self._form != "npy":
+            self._path.unlink()
 
 
 def write_results(
@@ -198,6 +203,9 @@ def write_results(
     if form == "jsonl":
         with compressed(file, kind) as target:
             target.writelines(rows())
+        return
+    if form == "npy":
+        write_npy(file, rows)
         return
     columns = _columns_of(rows, expand)
     if form == "parquet":

@@ -97,7 +97,7 @@ def _has_properties(name: str, form: OutputForm) -> bool:
     """Whether a table of results has properties of answers, which come right behind the answer's text."""
     from cbatch.batch.tables.table_writer import result_rows
 
-    if form == "jsonl":
+    if form == "jsonl" or form == "npy":
         return False
     with Path(split_table(name)[0]).open("rb") as file:
         names = list(next((row.columns for row in result_rows(file, name, form)), ()))

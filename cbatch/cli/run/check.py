@@ -79,7 +79,8 @@ class InputCheck:
                 assert request.error is not None
                 raise request.error
             try:
-                limit = self._engine.core.max_new_tokens(request.prompt_ids, request.params)
+                core = self._engine.core
+                limit = core.max_new_tokens(request.prompt_ids, request.params) if request.embed is None else 0
             except RequestError as error:
                 raise request.located(error) from None
         except RequestError as error:

@@ -108,6 +108,7 @@ class RunOptions:
     score: bool = _rows(
         False, "Tell how likely the `completion`, each of the `choices`, or the text of a row is, and generate nothing."
     )
+    embed: bool = _rows(False, "Embed the text of each row, and generate nothing.")
     date: Day | None = _rows(None, "Date given to the chat template.", metavar="YYYY-MM-DD", parse=parse_day)
     template_kwargs: dict[str, Any] = template_kwargs_option()
     tools: tuple[str, ...] = tools_option()
@@ -201,6 +202,10 @@ class RunOptions:
             raise ConfigError("--continue-truncated needs --max-tokens, the limit up to which answers are to go on.")
         if self.continue_truncated and self.param("truncate_prompt") is not None:
             raise ConfigError("--continue-truncated does not go with --truncate-prompt: another limit cuts otherwise.")
+        if self.embed and (self.score or self.validate):
+            raise ConfigError(
+                f"--embed generates nothing, so that --{'score' if self.score else 'validate'} cannot be."
+            )
         if self.journal_tokens and self.replicas.are_given:
             raise ConfigError("--journal-tokens is for one engine; it does not go with --replicas and --ray.")
         if self.output == "-" and self.output_format not in STREAMED:
@@ -245,6 +250,7 @@ class RunOptions:
             has_columns=self.input_form in TABLES or self.template is not None,
             unit=unit_of(self.input_form),
             scores=self.score,
+            embeds=self.embed,
             allow_unknown=self.allow_unknown,
             tools=tuple(load_tools(self.tools)),
             max_tool_rounds=self.max_tool_rounds,

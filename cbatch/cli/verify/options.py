@@ -50,7 +50,7 @@ class Sample:
 
 
 ROW_OPTIONS = {
-    *"format output_format template shard date template_kwargs raw score allow_unknown quiet verbose".split(),
+    *"format output_format template shard date template_kwargs raw score embed allow_unknown quiet verbose".split(),
     *KEYED,
 }
 """Options of `cbatch run` that decide what its rows are, and how they are written."""

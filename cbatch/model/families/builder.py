@@ -123,6 +123,7 @@ class Builder:
 
     norm, sizes, rotary, activation: those of its layers, unless a part says otherwise; `read` sets them
     num_experts: of all layers that it has so far
+    is_causal: whether tokens see earlier ones only
     other_norms: those that are of another kind, by the last part of their names
     extra_tokens: rows of the embedding beyond the vocabulary
     Raises UnsupportedConfig for sizes that no model can have.
@@ -145,6 +146,7 @@ class Builder:
         _check_sizes(_MOST_LAYERS, self.num_layers)
         self.numbers: Sequence[int] = range(self.num_layers)
         self.max_model_len = int(config.get("max_position_embeddings") or 0)
+        self.is_causal = True
         self.is_tied, self.num_experts, self.extra_tokens = False, 0, 0
         self.other_norms: dict[str, NormKind] = {}
         self.replaced_ids: dict[int, int] = {}
@@ -276,7 +278,7 @@ class Builder:
             windows=tuple(self._windows), rotaries=tuple(self._rotaries), embedding=self._embedding, head=self._head,
             is_tied=self.is_tied, replaced_ids=self.replaced_ids, notes=tuple(self.notes), root=self.root,
             renamed=self.renamed, is_wrapped=self.config.is_wrapped, spare=tuple(self.spare),
-            states=tuple(self._states),
+            states=tuple(self._states), is_causal=self.is_causal,
         )  # fmt: skip
 
 

@@ -38,7 +38,8 @@ def gemma(model: Builder) -> None:
 def gemma2(model: Builder) -> None:
     """Windows in most layers, softcaps, and norms after each part, which VaultGemma leaves out again.
 
-    Gemma 3 has norms of queries and keys instead of the softcap of scores, and other rotations in its windows.
+    Gemma 3 has norms of queries and keys instead of the softcap of scores, and other rotations in its windows. Tokens
+    of EmbeddingGemma see later ones, too.
     """
     config, kind, is_third = model.config, model.kind, model.kind.startswith("gemma3")
     model.read(norm=NormKind(config.get("rms_norm_eps"), offset=1.0), has_rotary=False)
@@ -47,7 +48,8 @@ def gemma2(model: Builder) -> None:
         rotary: Sequence[int | None] = model.read_rotaries(windows, config.number("rope_local_base_freq"))
     else:
         rotary = [model.read_rotary()] * model.num_layers
-    config.expect("use_bidirectional_attention", None, False)
+    if config.expect("use_bidirectional_attention", None, False, *[True] * is_third):
+        model.is_causal, windows = False, [window // 2 + 1 if window else 0 for window in windows]
     scale = config.number("query_pre_attn_scalar") ** -0.5
     softcap = config.get("attn_logit_softcapping")
     final_softcap = config.get("final_logit_softcapping")

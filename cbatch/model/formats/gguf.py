@@ -98,6 +98,12 @@ class GgufModel:
         return {key: float(f"{one:.6g}") if isinstance(one, float) else one for key, one in given.items()}  # float32
 
     @property
+    def pooling(self) -> str | None:
+        """How hidden states become an embedding (`Pooling.mode`), if the file says so."""
+        kind: Any = self._metadata.get(f"{self._metadata.get('general.architecture')}.pooling_type")
+        return {1: "mean", 2: "cls", 3: "lasttoken"}.get(kind)
+
+    @property
     def is_quantized(self) -> bool:
         """Whether some of its matrices are kept as integers."""
         return any(tensor.type not in FLOATS for tensor in self._file.tensors.values())

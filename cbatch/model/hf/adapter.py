@@ -55,7 +55,7 @@ from cbatch.model.hf.placement import accept_host_rows, input_device, parameters
 from cbatch.model.hf.recurrent import RecurrentStep, StateLayout, modules_with_conventions, recurring, serve_modules
 from cbatch.model.lora.device import ModuleAdapters
 from cbatch.model.lora_files import Adapter
-from cbatch.runtime.batch import Logits, RaggedBatch
+from cbatch.runtime.batch import Logits, PooledRows, RaggedBatch
 from cbatch.runtime.device import has_bfloat16, samples_on
 from cbatch.runtime.kv_cache import KVCache, LayerShape
 
@@ -95,8 +95,8 @@ class TransformersModel:
     Raises ModelError with the reason if the model would be wrong here.
     """
 
-    has_own_threads = False
-    batch_invariant = False
+    has_own_threads = batch_invariant = False
+    is_causal = True
 
     def __init__(self, network: Any) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -105,7 +105,9 @@ class TransformersModel:
             AttentionInterface.register(name, paged_attention)
         AttentionMaskInterface.register(PROBE_NAME, probe_mask)
         AttentionMaskInterface.register(INDEXED_NAME, placeholder_mask)
-        self._network = network
+        self._network, self.generates = network, not getattr(network, "only_embeds", False)
+        parts = network.get_decoder(), getattr(network, "model", None)
+        self.decoder = next((one for one in parts if one is not None and one is not network), None)
         with _claiming:
             self._shared = _networks.setdefault(network, _Shared())
         self.name = type(network).__name__
@@ -176,10 +178,12 @@ class TransformersModel:
         if batch.states is not None:
             step = RecurrentStep.of(self._recurrent, batch.states, batch.starts, batch.stops)
         with self.checked(AttentionCalls(kv_cache, attention, batch, self.windows)), recurring(step):
-            logits = self._call(batch)
+            logits, sums = (
+                (self._call(batch), None) if batch.pooled is None else self._call_pooling(batch, batch.pooled)
+            )
         if self._is_emulated:
             logits = logits.float()
-        return Logits(logits if samples_on(self.device) else logits.cpu())
+        return Logits(logits if samples_on(self.device) else logits.cpu(), sums=sums)
 
     @contextmanager
     def checked(self, step: AttentionCalls) -> Iterator[None]:
@@ -206,6 +210,17 @@ class TransformersModel:
         if logits.shape[0] == len(batch.rows):
             return logits
         return logits[batch.logit_rows]  # some families ignore logits_to_keep
+
+    def _call_pooling(self, batch: RaggedBatch, pooled: PooledRows) -> tuple[Tensor, Tensor]:
+        """The same, and sums of the hidden states after its decoder's last norm."""
+        assert self.decoder is not None
+        hidden = list[Tensor]()
+        hook = self.decoder.register_forward_hook(lambda module, inputs, output: hidden.append(output[0][0]))
+        try:
+            logits = self._call(batch)
+        finally:
+            hook.remove()
+        return logits, pooled.sums(self.device, lambda rows: hidden[0].to(self.device)[rows])
 
     def plain(self, token_ids: list[int], decoder: Any = None) -> Tensor:
         """Runs the network's own forward on one sequence, with its own attention.
@@ -355,6 +370,9 @@ class CapturableNetwork:
         else:
             logits = self.finish(self.head(chosen).float())
         return logits if out is None else out.copy_(logits)
+
+    def pool(self, hidden: HiddenStates, pooled: PooledRows | None) -> Tensor | None:
+        return None if pooled is None else pooled.sums(self.device, lambda rows: hidden.added[rows])
 
     def adding(self, rows: AdapterRows) -> None:
         """Adapters are added to modules by hooks, which know their tokens on the host."""

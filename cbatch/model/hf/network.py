@@ -23,6 +23,7 @@ from cbatch.model.formats.quantized import settings_of
 from cbatch.model.hf.memory_check import auto_class, check_weights_fit
 from cbatch.model.hf.placement import keep_rewritten_weights
 from cbatch.model.load_plan import LoadPlan, choose_dtype
+from cbatch.model.tensor_names import HEAD, has_causal_class
 
 _log = logging.getLogger("cbatch")
 
@@ -65,7 +66,9 @@ def load_network(plan: LoadPlan) -> Any:
                     given = {"max_memory": device_map.max_memory, "offload_folder": str(folder)}
                     network, report = load(device_map="auto", **given)
                     keep_rewritten_weights(network, folder)
-        if not report["missing_keys"] and not report["mismatched_keys"]:
+        is_causal = any(map(has_causal_class, config.architectures or ()))
+        network.only_embeds = set(report["missing_keys"]) == {HEAD} and not is_causal
+        if (not report["missing_keys"] or network.only_embeds) and not report["mismatched_keys"]:
             return (network.to(plan.device) if device_map is None else network).eval()
     except CbatchError:
         raise

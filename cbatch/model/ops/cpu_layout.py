@@ -77,9 +77,12 @@ class CpuLayout:
     multiplied:    names of the buffers that go into products
     used:          how many columns of each buffer are in use, without padding
     head:          where the embedding lies if it is read from the matrix of the head
+    head_norm:     the norm in front of the head; see `kernels.cpu.program.NORM`
     adapted:       linears to which adapters add (see `CpuAdapters`)
     stored:        weights that keep the formats of their files
     """
+
+    head_norm: tuple[int, float, int, int]
 
     def __init__(
         self,

@@ -35,9 +35,10 @@ class Head(Operation):
     def on_cpu(self, layout: CpuLayout) -> None:
         source, depth = layout.read(RESIDUAL)
         normed = layout.elements("normed", layout.program.hidden_size, depth)
+        layout.head_norm = layout.norm(self.norm)
         layout.add(
             norm_rows, source=(source, depth), target=normed, start=0, width=layout.program.hidden_size, wanted=True,
-            norm=layout.norm(self.norm),
+            norm=layout.head_norm,
         )  # fmt: skip
         if layout.head is None:
             matrix = layout.matrix(self.matrix, depth, factor=self.factor, is_head=True)

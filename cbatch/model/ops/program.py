@@ -70,6 +70,7 @@ class Program:
     caches:        shape of each KV cache
     windows:       how many tokens back its layers see, including the token itself; None for all
     rotaries:      those that its operations number
+    is_causal:     whether tokens see earlier ones only
     states:        shapes of the states of recurrent layers
     embedding:     what token ids are looked up in first
     head:          the matrix of the output head, which is the embedding if it `is_tied`
@@ -100,6 +101,7 @@ class Program:
     spare: tuple[str, ...] = ()
     states: tuple[StateShape, ...] = ()
     notes: tuple[str, ...] = ()
+    is_causal: bool = True
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:
