@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -69,9 +69,17 @@ def has_own_head(program: Program, tensors: Mapping[str, Tensor]) -> bool:
 
 def lacks_head(program: Program, tensors: Mapping[str, Any]) -> bool:
     """Whether a model has no output head: by its class, or by bare names. Other files without one are torn."""
-    if program.is_tied or program.head.parts[0].name in names_in_files(program, tensors):
+    head = program.head.parts[0].name
+    if program.is_tied or head in names_in_files(program, tensors) or _is_packed(head, tensors):
         return False
-    return not has_causal_class(program.name) or program.embedding.name not in tensors
+    has_full_names = program.embedding.name in tensors or _is_packed(program.embedding.name, tensors)
+    return not (has_causal_class(program.name) and has_full_names)
+
+
+def _is_packed(name: str, tensors: Iterable[str]) -> bool:
+    """Whether files have a weight as several tensors of its module, such as its integers and their scales."""
+    module = name.removesuffix("weight")
+    return any(module in each for each in tensors)
 
 
 def has_causal_class(name: str) -> bool:

@@ -159,7 +159,7 @@ def test_each_gpu_has_a_backend_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     def chosen(*numbers: int) -> Any:
         devices = [gpus[number] for number in numbers]
         model: Any = SimpleNamespace(
-            layer_devices=devices, layers=[LayerShape(1, 8, 8)] * len(devices), dtype=torch.float32
+            layer_devices=devices, layers=[LayerShape(1, 8, 8)] * len(devices), dtype=torch.float32, is_causal=True
         )
         return fallback._attention_of(EngineConfig(), model, None)
 
