@@ -35,7 +35,7 @@ from cbatch.batch.map import map_rows
 from cbatch.engine.loop import OnStep
 from cbatch.engine.stats import EngineStats
 from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.engine.streams import AsyncStream, Mailbox, Received, RequestGroup, Stream
+from cbatch.engine.streams import AsyncStream, Mailbox, Received, RequestGroup, Stream, closing_at_exit
 from cbatch.engine.thread import FORKED, EngineThread
 from cbatch.model.base import Model
 from cbatch.model.loader import LoadedModel
@@ -706,6 +706,7 @@ class MapResults(Iterator[Completion], AbstractContextManager["MapResults"]):
     def __init__(self, results: Generator[Completion], interrupt: Callable[[], None]) -> None:
         """`interrupt`: ends `results`, also while another thread waits for the next one"""
         self._results, self.interrupt, self._reading = results, interrupt, threading.Lock()
+        closing_at_exit(self)
 
     def __next__(self) -> Completion:
         with self._reading:
@@ -714,6 +715,10 @@ class MapResults(Iterator[Completion], AbstractContextManager["MapResults"]):
     def close(self) -> None:
         with self._reading:
             self._results.close()
+
+    def close_at_exit(self) -> None:
+        self.interrupt()  # a thread that waits for the next result has the lock
+        self._results.close()
 
     def __exit__(self, *error: object) -> None:
         self.close()

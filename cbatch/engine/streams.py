@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from cbatch.base.errors import EngineError, in_short
 from cbatch.base.outputs import TokenEvent
@@ -162,6 +164,28 @@ class Mailbox:
         self._ready.set()
 
 
+class Unfinished(Protocol):
+    """Something that is closed when it is freed."""
+
+    def close_at_exit(self) -> None:
+        """Called at the end of the program: when it is freed later, modules that closing needs may be gone."""
+
+
+_unfinished: weakref.WeakSet[Unfinished] = weakref.WeakSet()
+
+
+def closing_at_exit(one: Unfinished) -> None:
+    """Lets the end of the program close it, unless it was freed before."""
+    _unfinished.add(one)
+
+
+@atexit.register
+def _close_unfinished() -> None:
+    for one in list(_unfinished):
+        with suppress(BaseException):
+            one.close_at_exit()
+
+
 class Stream(Iterator[StreamEvent], AbstractContextManager["Stream"]):
     """Events of one or several requests, as they come. Leaving it early cancels what is unfinished.
 
@@ -179,6 +203,7 @@ class Stream(Iterator[StreamEvent], AbstractContextManager["Stream"]):
         self._owner = owner
         self._reading = threading.Lock()
         self._is_closed = False
+        closing_at_exit(self)
         try:
             self._group.submit_all(requests, self._received.put)
         except BaseException:
@@ -207,11 +232,13 @@ class Stream(Iterator[StreamEvent], AbstractContextManager["Stream"]):
         self._group.close()
         self._received.put(None)
 
+    close_at_exit = close
+
     def __exit__(self, *error: object) -> None:
         self.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_group"):
+        if not getattr(self, "_is_closed", True):
             self.close()
 
 
@@ -237,6 +264,7 @@ class AsyncStream(AsyncIterator[StreamEvent], AbstractAsyncContextManager["Async
         self._reading = asyncio.Lock()
         self._mailbox: Mailbox | None = None
         self._is_closed = False
+        closing_at_exit(self)
 
     async def __anext__(self) -> StreamEvent:
         self._thread.check_may_wait()
@@ -261,7 +289,7 @@ class AsyncStream(AsyncIterator[StreamEvent], AbstractAsyncContextManager["Async
         self._close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_group"):
+        if not getattr(self, "_is_closed", True):
             self._close()
 
     async def _start(self) -> Mailbox:
@@ -270,6 +298,9 @@ class AsyncStream(AsyncIterator[StreamEvent], AbstractAsyncContextManager["Async
             self._mailbox = Mailbox()
             self._group.submit_all(requests if not self._is_closed else (), self._mailbox.put)
         return self._mailbox
+
+    def close_at_exit(self) -> None:
+        self._close()
 
     def _close(self) -> None:
         self._is_closed = True
