@@ -25,7 +25,7 @@ from cbatch.base.model_files import check_files, read_json_object
 from cbatch.text.tokenizer import ChatTokenizer
 
 FILES = ["modules.json", "config_sentence_transformers.json", "*/config.json", "*_Dense/model.safetensors"]
-"""What is read of a model on the hub, beside its weights."""
+"""Files of a model on the hub that are read beside its weights."""
 
 MODES = {"cls": "cls", "cls_token": "cls", "mean": "mean", "mean_tokens": "mean", "lasttoken": "lasttoken"}
 """Names of ways to pool, and ours."""

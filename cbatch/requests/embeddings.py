@@ -60,7 +60,7 @@ def _inputs(row: Request, value: Any, name: str) -> tuple[list[str | list[int]],
 
 
 def check_embedding(row: Request, embed: EmbedOptions, pooling: Callable[[], Any]) -> list[object]:
-    """What decides the result of a row beside its input. Raises RequestError for what cannot be embedded.
+    """The facts that decide a row's result beside its input. Raises RequestError for what cannot be embedded.
 
     pooling: gives the model's `Pooling`, or raises ModelError
     """

@@ -290,7 +290,7 @@ class TokenSequence:
 
     @property
     def pooling_result(self) -> Sample:
-        """What its last step gives: no token, or an error if what was summed is not a number."""
+        """The result of its last step: no token, or an error if the sum is not a number."""
         return Sample(-1, error=None if math.isfinite(float(self.pooled_sum.sum())) else NAN)
 
     def followed_by(self, tokens: Sequence[int]) -> TokenSequence:
