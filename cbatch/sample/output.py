@@ -41,6 +41,9 @@ MIN_LOGPROB = -9999.0
 MAX_ELEMENTS = 2**26
 """Most logits that are converted to float32 at once: 256 MiB."""
 
+MAX_ELEMENTS_ON_CPU = 2**19
+"""The same on a CPU, whose caches hold so many."""
+
 NO_ALLOWED_TOKEN = invalid_row(
     "No token is left to choose from: each is forbidden by allowed_token_ids, bad_words, min_tokens, logit_bias or the "
     "constraint.",
@@ -224,7 +227,8 @@ class PendingLogprobs:
         counts:    [N], how many of the likeliest tokens each row wants
         """
         self._counts = counts
-        size = max(MAX_ELEMENTS // logits.shape[-1], 1)
+        elements = min(MAX_ELEMENTS, MAX_ELEMENTS_ON_CPU) if logits.is_cpu else MAX_ELEMENTS
+        size = max(elements // logits.shape[-1], 1)
         most = min(max(counts, default=0), logits.shape[-1])
         parts = [
             _score(_pick(logits, rows[at : at + size]), token_ids[at : at + size], most)
