@@ -104,8 +104,7 @@ class EngineThread:
 
     def cancel(self, request: Request) -> None:
         """Cancels a request; events of the step in flight may still come."""
-        if not self.is_dead:  # at the end of a program, when streams are freed, `partial` may be gone, too
-            self._send(partial(self._cancel, request))
+        self._send(partial(self._cancel, request))
 
     def close(self, *, close_engine: bool = False, timeout_s: float | None = None) -> None:
         """Ends the thread after the current step. Unfinished requests end with an error (`cancelled`).
