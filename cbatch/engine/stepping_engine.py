@@ -275,7 +275,9 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         if not (self.model.generates or embeds):
             why = "its files hold no output head" if self.model.is_causal else "its tokens see later ones"
             raise RequestError("invalid_row", f"The model can only embed: {why}.")
-        longest = [*request.prompt_ids, *max((tail.token_ids for tail in request.tails), key=len, default=())]
+        longest = request.prompt_ids
+        if request.tails:
+            longest = [*longest, *max((tail.token_ids for tail in request.tails), key=len)]
         request.max_new_tokens = self.max_new_tokens(longest, params, embeds=embeds)
         for tail in request.tails:
             self._check_tokens("Token id", [*tail.token_ids, *tail.last])

@@ -43,7 +43,9 @@ class ScheduledChunk(NamedTuple):
         to_score = range(0)
         if sequence.scores_prompt:
             to_score = range(max(start, sequence.next_to_score), min(stop, sequence.score_stop))
-        to_pool = range(max(start, sequence.next_to_pool), min(stop, sequence.pooled.stop))
+        to_pool = range(0)
+        if sequence.pooled:
+            to_pool = range(max(start, sequence.next_to_pool), min(stop, sequence.pooled.stop))
         return cls(sequence, start, stop, stop == wanted, sequence.blocks, to_score, state, to_pool=to_pool)
 
     @property

@@ -158,7 +158,9 @@ class Scheduler:
                 preempted.update(self._admit(sequence))
                 is_refused = not sequence.is_running
                 scheduled.admitted += [] if is_refused else [sequence]
-            if sequence.is_running and (allowed := prompts.allow_scores(sequence, allowed)):
+            if pending and sequence.is_running:
+                allowed = prompts.allow_scores(sequence, allowed)
+            if sequence.is_running and allowed:
                 chunk = self._schedule_chunk(sequence, allowed)
                 scheduled.chunks.append(chunk)
                 budget -= chunk.stop - chunk.start
