@@ -184,13 +184,8 @@ def check_output(form: OutputForm, kind: Compression | None) -> None:
     if form == "xlsx":
         import_package("openpyxl")
     if form in ("parquet", "xlsx", "sqlite", "npy") and kind is not None:
-        why = (
-            "a database cannot be"
-            if form == "sqlite"
-            else "an array is not"
-            if form == "npy"
-            else f"a {form} file is compressed inside"
-        )
+        others = {"sqlite": "a database cannot be", "npy": "an array is not"}
+        why = others.get(form, f"a {form} file is compressed inside")
         raise ConfigError(f"The output is not compressed: {why}; leave out .{kind} in its name.")
     if kind == "zst" and _own_zstd() is None:
         import_package("pyarrow", "zstd needs")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ from cbatch.base.request import Request
 from cbatch.model.pooling import Pooling
 from cbatch.requests import columns
 from cbatch.requests.completion import Choice, Completion, Score, Timing, TokenLogprob, Usage
-from cbatch.requests.scores import scores_of
 from cbatch.text.replies.declaration import ReplyFormat
 from cbatch.text.replies.stream import Ending, OutputStream, ParsedDelta
 from cbatch.text.tokenizer import ChatTokenizer
@@ -231,12 +230,14 @@ class OutputProcessor:
                 embeddings = [pooling.embedding(output.pooled, size) for output in self.outputs]
             except BaseException as raised:
                 self.fail(_text_error(raised))
-        wanted = len(request.continuations or self.outputs) if embeddings is None else 0
-        while self._error is None and len(choices) < wanted:
+        of_output = self._scored if request.tails else self._choices
+        wanted = len(self.outputs) if embeddings is None else 0
+        for number in range(wanted if self._error is None else 0):
             try:
-                choices.append(self._scored(len(choices)) if request.tails else self._choice(len(choices)))
+                choices += of_output(number)
             except BaseException as raised:
-                self.fail(_text_error(raised), len(choices))
+                self.fail(_text_error(raised), number)
+                break
         thought = [self._tokenizer.num_thought(one.token_ids) for one in choices if one.reasoning and self._tokenizer]
         num_tokens = sum(len(one.token_ids) for one in self.outputs)
         usage = Usage(request.num_prompt_tokens, num_tokens, self._cached_tokens, sum(thought))
@@ -246,7 +247,7 @@ class OutputProcessor:
             return Completion(request, usage=usage, error=request.located(self._error[1]), timing=timing)
         scores = None
         if request.tails:
-            choices.sort(key=lambda one: one.score.to_dict()["logprob"] if one.score else 0.0, reverse=True)
+            choices.sort(key=lambda one: (-round(one.score.logprob, 5) if one.score else 0.0, one.index))
         elif (found := self.outputs[0].prompt_logprobs) is not None:  # nothing comes before the first token
             scores = [self._token(request.prompt_ids[0], None), *map(self._logprob, found)]
         completion = Completion(
@@ -264,20 +265,23 @@ class OutputProcessor:
             completion.request_columns[columns.DROPPED] = request.dropped_tokens
         return completion
 
-    def _scored(self, number: int) -> Choice:
-        """A continuation that was scored."""
-        request, place = self.request, 0
-        while number not in request.tails[place].members:
-            place += 1
-        found = scores_of(request.tails[place], number, self.outputs[place].prompt_logprobs or ())
-        then, tokens = request.continuations[number], list[TokenLogprob]()
-        if request.params.logprobs is not None:
-            tokens = list(map(self._logprob, found))
-        if not isinstance(then, str):
-            then = self._tokenizer.decode(then) if then is not None and self._tokenizer is not None else ""
-        is_greedy = all(one.is_likeliest for one in found)
-        score = Score(math.fsum(one.logprob for one in found), len(found), is_greedy, tokens)
-        return Choice(index=number, text=then, score=score)
+    def _scored(self, number: int) -> Iterator[Choice]:
+        """The continuations that an output has scored: they differ in their last tokens."""
+        request, found = self.request, self.outputs[number].prompt_logprobs or ()
+        members = request.tails[number].members
+        shared, ends = found[: len(found) - len(members)], found[len(found) - len(members) :]
+        for member, last in zip(members, ends, strict=True):
+            scored, then, tokens = [*shared, last], request.continuations[member], list[TokenLogprob]()
+            if request.params.logprobs is not None:
+                tokens = list(map(self._logprob, scored))
+            if not isinstance(then, str):
+                then = self._tokenizer.decode(then) if then is not None and self._tokenizer is not None else ""
+            is_greedy = all(one.is_likeliest for one in scored)
+            score = Score(math.fsum(one.logprob for one in scored), len(scored), is_greedy, tokens)
+            yield Choice(index=member, text=then, score=score)
+
+    def _choices(self, number: int) -> Iterator[Choice]:
+        yield self._choice(number)
 
     def _choice(self, number: int) -> Choice:
         request, output = self.request, self.outputs[number]

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from cbatch.base.errors import invalid_row
-from cbatch.base.outputs import TokenLogprobs
 from cbatch.base.params import CONSTRAINTS, SamplingParams
 from cbatch.base.request import Request, ScoredTail
 from cbatch.base.strict_json import json_type, parse_json_value
@@ -147,13 +146,3 @@ def _first_differing(ids: Ids, others: Ids) -> int:
     """The first place at which one differs from the other, or the end of the first."""
     places = (at for at, (one, other) in enumerate(zip(ids, others, strict=False)) if one != other)
     return next(places, min(len(ids), len(others)))
-
-
-def scores_of(tail: ScoredTail, number: int, found: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
-    """The log-probabilities of the tokens of a continuation.
-
-    number: of the continuation
-    found:  of the tokens that the tail has, and then of the last ones
-    """
-    shared = len(found) - len(tail.last)
-    return [*found[:shared], found[shared + tail.members.index(number)]]
