@@ -26,7 +26,12 @@ from cbatch.kernels.cpu.matmul.formats import (
 )
 from cbatch.kernels.cpu.matmul.linear import ADD, WRITE, PackedMatrix, new_linear_workspace
 from cbatch.kernels.cpu.matmul.microkernel import Ahead, Rows
-from cbatch.kernels.cpu.matmul.quantized import multiply_quantized, quantize_row, quantized_row_bytes
+from cbatch.kernels.cpu.matmul.quantized import (
+    left_group_bytes,
+    multiply_quantized,
+    quantize_row,
+    quantized_row_bytes,
+)
 from cbatch.kernels.cpu.work_queue import Worker, lone_worker
 from cbatch.kernels.formats import (
     GROUP,
@@ -215,28 +220,70 @@ def test_nan_infinity_and_tiny_numbers_stay_in_their_rows(kind: int) -> None:
 @pytest.mark.parametrize("left_bytes", [1, 2])
 @pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: CPU_FORMATS[kind])
 def test_rows_as_integers(kind: int, left_bytes: int) -> None:
-    """Guards the memory of a row number by number: whole groups, the end of a depth, both types, nothing behind it."""
-    integers, most = (np.int8, 127) if left_bytes == 1 else (np.int16, 32767)
-    for row in (rows_of(1, 80)[0], np.random.default_rng(1).standard_normal(75, dtype=np.float32)):
+    """Guards the memory of a row number by number: whole groups, the end of a depth, both types, marks, more of them
+    than there is memory for, nothing behind it.
+    """
+    outlier, many, each = rows_of(1, 96)[0], np.full(192, 1e-3, np.float32), group_of(kind)
+    outlier[[3, 40]] = bfloat16(np.array([200, -3e4], np.float32))
+    many[:128] = np.random.default_rng(2).uniform(0.9, 1, 128)
+    for row in (rows_of(1, 80)[0], np.random.default_rng(1).standard_normal(75, dtype=np.float32), outlier, many):
         numbers = row if row.dtype == np.float32 else as_float(row).astype(np.float32)
         memory = np.full(quantized_row_bytes(kind, left_bytes, len(row)), 0xAA, np.uint8)
         quantize(row, memory, kind, left_bytes)
-        each = group_of(kind)
         padded = np.pad(numbers, (0, -len(numbers) % each)).reshape(-1, each)
-        size = each * left_bytes + 8
-        for group, part in zip(memory[: len(padded) * size].reshape(-1, size), padded, strict=True):
-            largest = np.abs(part).max()
-            found = group[:-8].view(integers)
-            if left_bytes == 2:
-                found = found.reshape(-1, 4)[:, [0, 2, 1, 3]].reshape(-1)
-            assert np.array_equal(found, np.rint(part * (np.float32(most) / largest)))
-            assert group[-8:-4].view(np.float32)[0] == largest / np.float32(most)
+        size = left_group_bytes(kind, left_bytes)
+        limit, end = loops._OUTLIER * np.sqrt(np.abs(padded).max(axis=1)).mean() ** 2, len(padded) * size
+        expected: list[int] = []
+        marks = memory[end + 4 :][: 12 * memory[end:][:4].view(np.int32)[0] if left_bytes == 1 else 0].reshape(-1, 12)
+        high = dict(
+            zip(
+                marks[:, :4].copy().view(np.int32)[:, 0].tolist(),
+                marks[:, 4:8].view(np.int8).astype(np.int32),
+                strict=True,
+            )
+        )
+        for number, part in enumerate(padded):
+            group, largest = memory[number * size : (number + 1) * size], np.abs(part).max()
+            scale, word = group[each * left_bytes :][:8].reshape(2, 4)
+            if left_bytes == 1:
+                quads, first = np.abs(part).reshape(-1, 4).max(axis=1), number * each // 4
+                found = group[:each].view(np.int8).astype(np.int32)
+                is_marked = (quads > limit) & (len(expected) <= len(padded))
+                for quad in np.flatnonzero(is_marked).tolist():
+                    found[4 * quad : 4 * quad + 4] += 256 * high[first + quad]
+                    assert marks[len(expected), 8:].view(np.float32)[0] == 256 * scale.view(np.float32)[0]
+                    expected.append(first + quad)
+                unit = max(np.where(is_marked, 0, quads).max() / np.float32(127), largest / np.float32(127 * 257))
+            else:
+                unit = largest / np.float32(32767)
+                found = group[: 2 * each].view(np.int16).reshape(-1, 4)[:, [0, 2, 1, 3]].reshape(-1)
+            assert np.abs(found - part / unit).max() < 0.501 and np.isclose(scale.view(np.float32)[0], unit, rtol=1e-6)
             total = int(found.sum(dtype=np.int64))
             if kind == INT4_ZEROS:
-                assert group[-4:].view(np.float32)[0] == -total
+                assert word.view(np.float32)[0] == -total
             else:
-                assert group[-4:].view(np.int32)[0] == -OFFSETS[kind] * total
-        assert (memory[len(padded) * size :] == 0xAA).all()
+                assert word.view(np.int32)[0] == -OFFSETS[kind] * total
+        assert list(high) == expected and len(marks) == len(expected)
+        most = 4 + 12 * (len(padded) + 8) if left_bytes == 1 else 0  # what is written of marks, or may be
+        assert (memory[end + most :] == 0xAA).all()
+
+
+def test_outliers_cost_others_nothing(kind_of_loops: int) -> None:
+    """Guards what models lose: a few channels of a row that are 100 times as large round no other number coarsely.
+
+    The row has the same bits alone as beside others, whose outliers lie elsewhere.
+    """
+    kind = kind_of_loops
+    packed, numbers = draw(kind, 336)
+    a = as_float(rows_of(13, 336)).astype(np.float32)
+    a[:, [7, 100]] *= 100
+    a[np.arange(13), 5 * np.arange(13) + 130] *= 1000
+    a = as_float(bfloat16(a)).astype(np.float32)
+    found, expected = multiply(bfloat16(a), packed, kind, 1), a.astype(np.float64) @ numbers.T
+    bulk = np.median(np.abs(a)) * np.sqrt(336) * np.sqrt((numbers**2).mean())
+    assert np.abs(found - expected).mean() / bulk < 0.02
+    for row in range(13):
+        assert np.array_equal(multiply(bfloat16(a[row : row + 1]), packed, kind, 1)[0], found[row])
 
 
 def test_scales_that_float16_does_not_have() -> None:

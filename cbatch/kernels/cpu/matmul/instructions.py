@@ -16,8 +16,8 @@ SHORT_PAIRS, QUADS = ir.VectorType(ir.IntType(16), 2 * LANES), ir.VectorType(ir.
 
 _MANY_REGISTERS = 32
 
-MOST_LEFT = 127
-"""The largest number of a left-hand row of bytes."""
+MOST_LEFT = 128
+"""The largest absolute value of a number of a left-hand row of bytes."""
 
 
 def _call(name: str, *vectors: Value, result: ir.Type = None) -> Value:
@@ -84,7 +84,7 @@ def split_quads(read: Callable[[], list[Value]]) -> Iterator[list[Value]]:
 
 def needs_sign(weight: int) -> bool:
     """Whether `add_quads` takes weights as large as that only with a sign, and not with an offset."""
-    return ".sdot." in CHOSEN.quads and weight > MOST_LEFT
+    return ".sdot." in CHOSEN.quads and weight >= MOST_LEFT
 
 
 def add_shorts(total: Value, quads: Value, left: Value) -> Value:

@@ -5,6 +5,12 @@ of a 127th or a 32767th of its largest number. In memory a group is its numbers,
 their float32 scale; then a word: what the offset of the stored weights adds too much, as an int32, or for weights with
 zero points minus the sum of the group as a float32. So one number says where a loop is in each of its rows.
 
+Of int8, one large number would round all others of its group coarsely, and most of what models lose is lost there. So
+quads of numbers that are far larger than most groups' largest (see `_OUTLIER`) are marked: they have 16 bits, and the
+unit is that of the others. The list of marks follows the groups: how many there are, as an int32; then for each which
+quad of the row it is, its four high bytes, and 256 times the unit. The high bytes are multiplied row by row, after all
+low ones.
+
 A vector of weights holds four bytes for each of 16 columns, which are multiplied with four numbers of a row: at once
 for int8, if the processor can (see `instructions`), by pairs for int16, whose quads lie in the order 0, 2, 1, 3 for
 that. Where 4 bits are the place of a level in a table, they become levels in registers. Sums of a group are exact
@@ -31,6 +37,7 @@ from cbatch.kernels.cpu.emit import (
     FLOATS,
     INT16,
     INT32,
+    INT64,
     LANES,
     LIKE,
     LINE,
@@ -38,6 +45,7 @@ from cbatch.kernels.cpu.emit import (
     PARTS,
     SHORTS,
     WORDS,
+    Place,
     Value,
     Variable,
     emitted,
@@ -50,10 +58,11 @@ from cbatch.kernels.cpu.instruction_sets import CHOSEN
 from cbatch.kernels.cpu.jit import call_loop, kernel, loop_address, shared
 from cbatch.kernels.cpu.matmul.formats import MOST_WEIGHT, OFFSETS, group_bytes, group_size, number_bytes
 from cbatch.kernels.cpu.matmul.instructions import (
-    MOST_LEFT,
     QUADS,
     add_integers,
     add_pairs,
+    add_quads,
+    add_shorts,
     float16_to_float32,
     look_up,
     most_products,
@@ -74,10 +83,19 @@ from cbatch.kernels.cpu.matmul.microkernel import (
     read_number,
     row_sums,
 )
-from cbatch.kernels.cpu.rounding import IN_QUADS, MOST_SHORT, rounded
+from cbatch.kernels.cpu.rounding import IN_QUADS, MOST_SHORT, largest_of, rounded
 from cbatch.kernels.formats import GROUP, INT4_ZEROS, INT8, LEVELS, MXFP4
 
 MAX_ROWS = min(6, CHOSEN.rows(panels=1))
+
+_OUTLIER = 1.15
+"""Quads of int8 are marked if a number is so many times as large as most groups' largest: the mean of roots, squared,
+which a few outliers hardly raise."""
+
+_MOST_BYTE = 127
+
+_MARK_BYTES, _MARKS_BEYOND = 12, GROUP // 4
+"""Of a mark; and how many more there may be than groups: once there are more, no further quad is marked."""
 
 ROW_COUNTS = tuple(range(1, MAX_ROWS + 1))
 """Numbers of rows that there is code for: all up to the largest, the sums of which fill the registers."""
@@ -92,7 +110,9 @@ def left_group_bytes(weights: int, left_bytes: int) -> int:
 @shared
 def quantized_row_bytes(weights: int, left_bytes: int, depth: int) -> int:
     """Bytes from one row to the next."""
-    return whole_lines(-(-depth // group_size(weights)) * left_group_bytes(weights, left_bytes))
+    groups = -(-depth // group_size(weights))
+    marks = 4 + (groups + _MARKS_BEYOND) * _MARK_BYTES if left_bytes == 1 else 0
+    return whole_lines(groups * left_group_bytes(weights, left_bytes) + marks)
 
 
 @shared
@@ -101,35 +121,89 @@ def whole_lines(size: int) -> int:
     return (-(-size // LINE) | 1) * LINE
 
 
-def _emit_row_group(like: Any, left_bytes: int, group: int, weights: Value, source: Value, target: Value) -> None:
-    """Quantizes the group of 32 or 16 numbers at an address to another address."""
-    number = ir.VectorType(ir.IntType(8 * left_bytes), LANES)
-    halves = [load_floats(source, half, like) for half in range(group // LANES)]
-    found, total, unit = rounded(halves, MOST_LEFT if left_bytes == 1 else MOST_SHORT)
-    for half, integers in enumerate(found):
-        ordered = integers.shuffle(IN_QUADS) if left_bytes == 2 else integers
-        (target + half * LANES * left_bytes).write(ordered.to("trunc", number))
-    (target + group * left_bytes).write(unit)
-    word = (-total.to("sitofp", FLOAT)).bits(INT32)
-    for kind, offset in OFFSETS.items():
-        word = weights.is_("==", kind).choose(total * -offset, word)
-    (target + group * left_bytes + 4).write(word)
+def _split(numbers: list[Value], limit: Value, largest: Value) -> tuple[Value, Value]:
+    """A bit for each quad of a group that is marked, an int64, and the number that becomes _MOST_BYTE.
+
+    limit:   the bits of a number; quads with larger ones are marked
+    largest: of all numbers
+    """
+    marks, inside = Variable(limit.constant(0, INT64)), Variable(largest)
+    with if_then(largest.bits(INT32).is_(">", limit), likely=False):
+        others = []
+        for index, number in enumerate(numbers):
+            of_quad = number.bits(WORDS) & 0x7FFFFFFF
+            for places in ((1, 0, 3, 2), (2, 3, 0, 1)):
+                other = of_quad.shuffle([4 * (lane // 4) + places[lane % 4] for lane in range(LANES)])
+                of_quad = other.is_(">", of_quad).choose(other, of_quad)
+            is_marked = of_quad.is_(">", limit.broadcast())
+            others.append(is_marked.choose(number.constant(None), number))
+            found = is_marked.shuffle(range(0, LANES, 4)).bits(ir.IntType(LANES // 4)).to("zext", INT64)
+            marks.value = marks.value | (found << (index * LANES // 4))
+        least, most = largest * (1 / 257), largest_of(others)  # 127 times 257 are two bytes with signs
+        inside.value = least.bits(INT32).is_(">", most.bits(INT32)).choose(least, most)
+    return marks.value, inside.value
+
+
+def _write_marks(marks: Value, integers: list[Value], first: Value, unit: Value, start: Value, count: Variable) -> None:
+    """Adds to a list of marks those of a group.
+
+    first: the number of its first quad
+    start: the address of the list
+    count: of marks in it
+    """
+    for index, each in enumerate(integers):
+        high = ((each + 128) >> 8).to("trunc", ir.VectorType(ir.IntType(8), LANES)).bits(ir.VectorType(INT32, 4))
+        for lane in range(4):
+            quad, place = 4 * index + lane, start + 4 + count.value * _MARK_BYTES
+            place.write((first + quad).to("trunc", INT32))
+            (place + 4).write(high.lane(lane))
+            (place + 8).write(unit * 256)
+            count.value = count.value + (marks >> quad & 1)  # if it is not marked, the next one takes the place
 
 
 def _emit_row(
     like: Any, left_bytes: int, group: int, weights: Value, source: Value, depth: Value, target: Value
 ) -> None:
     """Quantizes a row from an address to another. like: one of its numbers"""
-    size, step, number = like.bitwidth // 8, group * left_bytes + 8, ir.IntType(like.bitwidth)
-    groups, rest = depth // group, depth % group
+    element, number = ir.IntType(like.bitwidth), ir.VectorType(ir.IntType(8 * left_bytes), LANES)
+    size, end, step = like.bitwidth // 8, group * left_bytes, group * left_bytes + 8
+    whole, rest, groups = depth // group, depth % group, (depth + (group - 1)) // group
+    padded = Variable(depth.constant(None, ir.ArrayType(element, group))).address
+    with for_range(rest) as index:
+        (padded + index * size).write((source + (whole * group + index) * size).read(element))
+
+    def read_group(index: Value) -> list[Value]:
+        start = index.is_("<", whole).choose(source + index * (group * size), padded)
+        return [load_floats(start, half, like) for half in range(group // LANES)]
+
+    roots, count = Variable(depth.constant(0, FLOAT)), Variable(depth.constant(0))
+    if left_bytes == 1:
+        with for_range(groups) as index:
+            largest = largest_of(read_group(index))
+            (target + index * step + end).write(largest)
+            roots.value = roots.value + largest.call("sqrt.f32")
+    mean = roots.value / groups.to("sitofp", FLOAT)
+    limit = (mean * mean * _OUTLIER).bits(INT32)
     with for_range(groups) as index:
-        _emit_row_group(like, left_bytes, group, weights, source + index * (group * size), target + index * step)
-    with if_then(rest.is_(">", 0)):
-        padded = Variable(depth.constant(None, ir.ArrayType(number, group))).address
-        begin = source + groups * (group * size)
-        with for_range(rest) as index:
-            (padded + index * size).write((begin + index * size).read(number))
-        _emit_row_group(like, left_bytes, group, weights, padded, target + groups * step)
+        numbers, here = read_group(index), target + index * step
+        if left_bytes == 1:
+            limit_here = count.value.is_("<=", groups).choose(limit, 0x7FFFFFFF)
+            marks, inside = _split(numbers, limit_here, (here + end).read(FLOAT))
+            found, total, unit = rounded(numbers, _MOST_BYTE, inside)
+            with if_then(marks.is_("!=", 0), likely=False):
+                _write_marks(marks, found, index * (group // 4), unit, target + groups * step, count)
+        else:
+            found, total, unit = rounded(numbers, MOST_SHORT)
+        for half, integers in enumerate(found):
+            ordered = integers.shuffle(IN_QUADS) if left_bytes == 2 else integers
+            (here + half * LANES * left_bytes).write(ordered.to("trunc", number))
+        (here + end).write(unit)
+        word = (-total.to("sitofp", FLOAT)).bits(INT32)
+        for kind, offset in OFFSETS.items():
+            word = weights.is_("==", kind).choose(total * -offset, word)
+        (here + end + 4).write(word)
+    if left_bytes == 1:
+        (target + groups * step).write(count.value.to("trunc", INT32))
 
 
 @emitted(types.void, LIKE, types.int64, types.int64, PARTS)
@@ -170,13 +244,14 @@ class _QuantizedEmitter:
                 for i, weight in enumerate(weights):
                     totals[row, i].value = add_integers(totals[row, i].value, weight, left, self.left_bytes)
 
-    def quads(self, there: Value, number: int) -> list[Value]:
+    def quads(self, there: Value, number: int | Value) -> list[Value]:
         """Four bytes for each column of the panels; of 4 bits the first or the second four."""
         place = read_again(there)
         words = [(place + panel * LINE).read(WORDS) for panel in self.panels]
         if self.format == INT8:
             return [each ^ 0x80808080 for each in words] if self.is_signed else words
-        quads = [(each >> 4 if number else each) & 0x0F0F0F0F for each in words]
+        shift = (number * 4).broadcast() if isinstance(number, Value) else 4 * number
+        quads = [(each >> shift) & 0x0F0F0F0F for each in words]
         if self.format not in LEVELS:
             return quads
         levels = [level + OFFSETS[self.format] * (not self.is_signed) for level in LEVELS[self.format]]
@@ -220,6 +295,32 @@ class _QuantizedEmitter:
 
         alone = self.in_pairs or (self.is_single and self.num_rows > 1)  # registers are needed for more than sums
         emit_for_panels(self.num_rows, alone, groups, emit_panels)
+
+    def add_marked(self, left: Any, weights: Value, groups: Value, out: Any, count: Value) -> None:
+        """Adds the products with high bytes to so many rows. See `emit`."""
+        per_group, nothing = group_size(self.format) // 4, groups.constant(0, WORDS)
+        with for_range(count) as row:
+            marks = left[0] + left[1] * row + groups * left_group_bytes(self.format, 1)
+            targets = [Place(out[0] + out[1] * row + panel * LINE) for panel in (0, 1)]
+            sums = [Variable(target.value) for target in targets]
+            with for_range(marks.read(INT32).to("zext", INT64)) as index:
+                mark = marks + 4 + index * _MARK_BYTES
+                quad = mark.read(INT32)
+                start = weights + (quad // per_group).to("zext", INT64) * group_bytes(self.format)
+                along = quad % per_group
+                vector = (along if self.format == INT8 else along >> 1).to("zext", INT64)
+                quads = self.quads(start + vector * (2 * LINE), along & 1)
+                high, unit = read_broadcast(mark + 4, INT32), read_broadcast(mark + 8, FLOAT)
+                scales = self.scales(start, number_bytes(self.format))
+                for both, weight, scale in zip(sums, quads, scales, strict=True):
+                    if CHOSEN.quads:
+                        total = add_quads(nothing, weight, high)
+                    else:
+                        ones = groups.constant(0x00010001, WORDS)
+                        total = add_pairs(nothing, add_shorts(nothing, weight, high), ones)
+                    both.value = total.to("sitofp", FLOATS).fma(unit * scale, both.value)
+            for target, both in zip(targets, sums, strict=True):
+                target.value = both.value
 
     def emit_group(self, sums: Mapping[tuple[int, int], Variable], start: Value, rows: list[Value]) -> None:
         """A group, which begins at `start` in the weights and at these addresses in the rows."""
@@ -266,6 +367,8 @@ def _emit_loop(weights: int, left_bytes: int, numbers: Any) -> None:
         _QuantizedEmitter(weights, left_bytes, num_rows).emit(left, place, groups, ahead, out, add)
 
     emit_for_rows(count, ROW_COUNTS, emit)
+    if left_bytes == 1:
+        _QuantizedEmitter(weights, 1, 1).add_marked(left, place, groups, out, count)
 
 
 @cache
