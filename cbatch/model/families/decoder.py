@@ -50,6 +50,9 @@ MakeNorms = Callable[[Layer, HeadSizes], HeadNorms | None]
 MakeQkv = Callable[[Layer, HeadSizes], Matrix]
 """Makes the matrix of queries, keys and values side by side."""
 
+MakeGate = Callable[[Layer, str, HeadSizes], Gate]
+"""Makes the gate of what attention gives, of the buffer that a layer reads."""
+
 
 def attention(
     *, sizes: HeadSizes | Sequence[HeadSizes] | None = None, prefix: str = "self_attn.", qkv: MakeQkv | None = None,
@@ -57,7 +60,7 @@ def attention(
     out_bias: bool | None = None, rotary: Sequence[int | None] | None = None,
     scale: float | Sequence[float] | None = None, window: int | Sequence[int] = 0, chunk: int | Sequence[int] = 0,
     softcap: float | None = None, has_sinks: bool | Sequence[bool] = False, sinks: str = "sinks", factor: float = 1.0,
-    after: str = "", gate: Callable[[Layer, str], Gate] | None = None, norms: MakeNorms | None = None,
+    after: str = "", gate: MakeGate | None = None, norms: MakeNorms | None = None,
     clip: float = 0.0, shared_cache: Sequence[int | None] | None = None, is_ready: bool = False,
 ) -> Part:  # fmt: skip
     """Self-attention. What is a sequence has one value for each layer.
@@ -68,7 +71,6 @@ def attention(
     bias:  of all linears, unless `qkv_bias` or `out_bias` say otherwise
     has_sinks, sinks: a score of each head carries no value; the name of these scores
     after: the name of the norm of its result
-    gate:  of what attention gives, made of the buffer that it reads
     norms, clip: see `PrepareHeads`
     shared_cache: number of the cache of an earlier layer, instead of one of its own; `qkv` has queries only then
     is_ready: the buffer holds queries, keys and values side by side
@@ -80,7 +82,7 @@ def attention(
 
         model, heads, reach = layer.model, own(sizes) or layer.model.sizes, own(window)
         shared, turn = own(shared_cache), model.rotary if rotary is None else own(rotary)
-        gating = None if gate is None else gate(layer, source)
+        gating = None if gate is None else gate(layer, source, heads)
         if not is_ready:
             make = qkv or separate_qkv(prefix, bias=bias if qkv_bias is None else qkv_bias)
             matrix = make(layer, heads)

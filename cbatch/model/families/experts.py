@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from cbatch.model.config import ConfigReader, UnsupportedConfig
 from cbatch.model.families.builder import STACKED, Builder, HeadSizes, Layer, NormKind
 from cbatch.model.families.decoder import (
+    MakeGate,
     Part,
     attention,
     decoder,
@@ -269,18 +270,24 @@ def afmoe(model: Builder) -> None:
     feed = _sigmoid_experts(model, config.number("route_scale"), sparse=sparse, after="post_mlp_layernorm")
     attend = attention(
         bias=config.flag("attention_bias"), rotary=[model.rotary if window else None for window in windows],
-        window=windows, gate=output_gate, norms=head_norms(), after="post_attention_layernorm",
+        window=windows, gate=output_gate(), norms=head_norms(), after="post_attention_layernorm",
     )  # fmt: skip
     scale = hidden**0.5 if config.flag("mup_enabled") else 1.0
     decoder(model, attend, feed, scale=scale, norms=("input_layernorm", "pre_mlp_layernorm"))
 
 
-def output_gate(layer: Layer, source: str) -> Gate:
-    """A gate for each number that attention gives."""
-    model = layer.model
-    matrix = layer.matrix("self_attn.gate_proj", model.sizes.columns[0], model.hidden_size)
-    model.add(Linear(source, "gate", matrix))
-    return Gate("gate", "attended")
+def output_gate(
+    name: str = "gate_proj", *, by_head: bool = False, function: Literal["sigmoid", "softplus"] = "sigmoid"
+) -> MakeGate:
+    """A gate for each number that attention gives, or for each head, by a linear of this name."""
+
+    def gate(layer: Layer, source: str, sizes: HeadSizes) -> Gate:
+        width = sizes.cache.value_dim if by_head else 1
+        columns = sizes.heads * sizes.cache.value_dim // width
+        layer.model.add(Linear(source, "gate", layer.matrix(f"self_attn.{name}", columns, layer.model.hidden_size)))
+        return Gate("gate", "attended", width=width, function=function)
+
+    return gate
 
 
 def _sigmoid_experts(model: Builder, factor: float, **options: Any) -> Part:

@@ -24,7 +24,7 @@ from cbatch.model.families.decoder import (
     num_experts,
     separate_qkv,
 )
-from cbatch.model.families.experts import biased_router, gated_shared_expert, sparse_layers
+from cbatch.model.families.experts import biased_router, gated_shared_expert, output_gate, sparse_layers
 from cbatch.model.families.mixers import (
     DeltaSizes,
     ScanSizes,
@@ -50,7 +50,7 @@ def qwen_hybrid(model: Builder) -> None:
     model.spare.append(r"mtp\..*")
     gated = attention(
         qkv=lambda layer, sizes: _with_gates(layer, sizes, bias=bias)[0], out_bias=bias, norms=head_norms(),
-        gate=lambda layer, source: _gate(layer, source, bias=bias),
+        gate=lambda layer, source, sizes: _gate(layer, source, bias=bias),
     )  # fmt: skip
     keys = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     sizes = (config.whole(f"linear_{key}") for key in keys)
@@ -167,16 +167,10 @@ def lfm3(model: Builder) -> None:
         for kind in sorted(set(kinds) - {"conv"})
     }
     after = ("post_operator_norm", "post_ffn_norm") if config.flag("use_sandwich_norm") else ("", "")
-
-    def gate(layer: Layer, source: str) -> Gate:
-        matrix = layer.matrix("self_attn.gate_proj", model.sizes.heads, model.hidden_size)
-        model.add(Linear(source, "gate", matrix))
-        return Gate("gate", "attended", width=model.sizes.cache.value_dim)
-
     attend = attention(
         bias=config.flag("attention_bias"), rotary=[rotaries.get(kind) for kind in kinds], norms=head_norms(),
         window=[window if kind == "sliding_attention" else 0 for kind in kinds], after=after[0],
-        gate=gate if config.flag("use_attention_gate") else None,
+        gate=output_gate(by_head=True) if config.flag("use_attention_gate") else None,
     )  # fmt: skip
     conv = gated_convolution(config.whole("conv_L_cache"), bias=config.flag("conv_bias"), after=after[0])
     mix = by_kind(kinds, conv=conv, full_attention=attend, sliding_attention=attend)

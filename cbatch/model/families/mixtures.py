@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cbatch.model.config import UnsupportedConfig
-from cbatch.model.families.builder import Builder, Layer, NormKind
+from cbatch.model.families.builder import Builder, NormKind
 from cbatch.model.families.decoder import attention, decoder, every, family, feed_forward, head_norms, mixture
-from cbatch.model.families.experts import biased_router, sparse_layers
+from cbatch.model.families.experts import biased_router, output_gate, sparse_layers
 from cbatch.model.families.rotary import rope_settings
-from cbatch.model.ops.all import Gate, Linear
 
 
 @family("phimoe")
@@ -95,13 +94,7 @@ def windowed_moe(model: Builder) -> None:
     if any(one.heads % one.kv_heads for one in sizes):
         raise UnsupportedConfig("the heads of a layer cannot share its KV heads")
     by_head = is_laguna and config.expect("gating", True, "per-head", "per-element") in (True, "per-head")
-
-    def gate(layer: Layer, source: str) -> Gate:
-        own = sizes[layer.number]
-        matrix = layer.matrix("self_attn.g_proj", own.heads if by_head else own.columns[0], model.hidden_size)
-        model.add(Linear(source, "gate", matrix))
-        return Gate("gate", "attended", width=own.head_dim if by_head else 1, function="softplus")
-
+    gate = output_gate("g_proj", by_head=by_head, function="softplus")
     attend = attention(
         sizes=sizes, bias=not is_kolibri and config.flag("attention_bias"), rotary=rotary, window=windows,
         norms=head_norms(), has_sinks=is_flint, sinks="softmax_offset", gate=gate if is_laguna else None,

@@ -13,7 +13,7 @@ from cbatch.model.families.decoder import attention, decoder, family, feed_forwa
 from cbatch.model.families.deepseek import end_where_index_chooses
 from cbatch.model.families.experts import clipped_silu, output_gate
 from cbatch.model.families.rotary import rope_settings
-from cbatch.model.ops.all import RESIDUAL, Activation, Gate, Linear, Matrix, Norm, Normalize
+from cbatch.model.ops.all import RESIDUAL, Activation, Linear, Matrix, Norm, Normalize
 
 
 @family("mllama_text_model")
@@ -76,7 +76,7 @@ def muse_glimmer(model: Builder) -> None:
     has_rope = config.get("layer_rope_theta") or [not full for full in is_full]  # the base is that of all layers
     attend = attention(
         bias=config.flag("attention_bias"), rotary=[model.rotary if one else None for one in has_rope], window=windows,
-        scale=model.sizes.head_dim**-0.5 * config.number("qk_scale_factor"), gate=output_gate, after=after[0],
+        scale=model.sizes.head_dim**-0.5 * config.number("qk_scale_factor"), gate=output_gate(), after=after[0],
         norms=head_norms(kind=NormKind(eps, has_weight=False)),
     )  # fmt: skip
     decoder(
@@ -134,13 +134,10 @@ def step3p5(model: Builder) -> None:
         settings |= config.get("rope_scaling") or {} if kind == "full_attention" else {}
         return model.read_rotary(settings=given.get(kind, settings), part=1.0)
 
-    def gate(layer: Layer, source: str) -> Gate:
-        model.add(Linear(source, "gate", layer.matrix("self_attn.g_proj", own[layer.number], model.hidden_size)))
-        return Gate("gate", "attended", width=model.sizes.head_dim)
-
     rotaries = {kind: rotary(kind) for kind in sorted(set(kinds))}
     attend = attention(
-        sizes=[replace(model.sizes, heads=one) for one in own], rotary=[rotaries[kind] for kind in kinds], gate=gate,
+        sizes=[replace(model.sizes, heads=one) for one in own], rotary=[rotaries[kind] for kind in kinds],
+        gate=output_gate("g_proj", by_head=True),
         window=[window if kind == "sliding_attention" else 0 for kind in kinds], norms=head_norms(),
         scale=float(config.get("query_pre_attn_scalar") or model.sizes.head_dim) ** -0.5,
     )  # fmt: skip
