@@ -55,9 +55,9 @@ MakeGate = Callable[[Layer, str, HeadSizes], Gate]
 
 
 def attention(
-    *, sizes: HeadSizes | Sequence[HeadSizes] | None = None, prefix: str = "self_attn.", qkv: MakeQkv | None = None,
-    out: str = "o_proj", transpose: bool = False, bias: bool = False, qkv_bias: bool | None = None,
-    out_bias: bool | None = None, rotary: Sequence[int | None] | None = None,
+    *, sizes: HeadSizes | Sequence[HeadSizes] | None = None, prefix: str = "self_attn.",
+    qkv: MakeQkv | str | None = None, out: str = "o_proj", transpose: bool = False, bias: bool = False,
+    qkv_bias: bool | None = None, out_bias: bool | None = None, rotary: Sequence[int | None] | None = None,
     scale: float | Sequence[float] | None = None, window: int | Sequence[int] = 0, chunk: int | Sequence[int] = 0,
     softcap: float | None = None, has_sinks: bool | Sequence[bool] = False, sinks: str = "sinks", factor: float = 1.0,
     after: str = "", gate: MakeGate | None = None, norms: MakeNorms | None = None,
@@ -66,8 +66,8 @@ def attention(
     """Self-attention. What is a sequence has one value for each layer.
 
     sizes, rotary: those of the model by default
-    qkv:   by default q_proj, k_proj and v_proj
-    out, transpose: the last linear, and whether it is stored as [depth, columns]
+    qkv:   by default q_proj, k_proj and v_proj; or the name of the one linear that gives all of them
+    out, transpose: the last linear; whether that, and the one that `qkv` names, are stored as [depth, columns]
     bias:  of all linears, unless `qkv_bias` or `out_bias` say otherwise
     has_sinks, sinks: a score of each head carries no value; the name of these scores
     after: the name of the norm of its result
@@ -84,8 +84,12 @@ def attention(
         shared, turn = own(shared_cache), model.rotary if rotary is None else own(rotary)
         gating = None if gate is None else gate(layer, source, heads)
         if not is_ready:
-            make = qkv or separate_qkv(prefix, bias=bias if qkv_bias is None else qkv_bias)
-            matrix = make(layer, heads)
+            own_bias = bias if qkv_bias is None else qkv_bias
+            if isinstance(qkv, str):
+                size = sum(heads.columns), model.hidden_size
+                matrix = layer.matrix(prefix + qkv, *size, bias=own_bias, transpose=transpose)
+            else:
+                matrix = (qkv or separate_qkv(prefix, bias=own_bias))(layer, heads)
             model.add(Linear(source, "qkv", _reordered(matrix, heads) if heads.is_interleaved else matrix))
             source, (queries, keys, _) = "qkv", heads.columns
             if matrix.columns == queries + keys and shared is None:  # keys are values, too

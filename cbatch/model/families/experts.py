@@ -21,7 +21,7 @@ from cbatch.model.families.decoder import (
     row_norms,
 )
 from cbatch.model.families.llama import hunyuan_attention
-from cbatch.model.ops.all import Activation, Gate, HeadNorms, Linear, Matrix, Rotary
+from cbatch.model.ops.all import Activation, Gate, HeadNorms, Linear, Rotary
 
 _CHOICE_BIAS = "e_score_correction_bias"
 
@@ -198,8 +198,7 @@ def biased_moe(model: Builder) -> None:
     model.spare += [rf"model\.layers\.{model.num_layers}\..*", r"mtp\..*"]
     attend = attention(
         prefix="attention." if is_sarvam else "self_attn.", out="dense" if is_sarvam else "o_proj",
-        qkv=(lambda layer, sizes: _sarvam_qkv(layer, sizes, bias=bias)) if is_sarvam else None,
-        qkv_bias=bias, out_bias=bias and kind == "dots1", window=windows,
+        qkv="query_key_value" if is_sarvam else None, qkv_bias=bias, out_bias=bias and kind == "dots1", window=windows,
         norms=head_norms(*(_SARVAM_NORMS if is_sarvam else ())) if has_norms else None,
         rotary=[model.rotary if not is_exaone or window or not any(windows) else None for window in windows],
     )  # fmt: skip
@@ -213,10 +212,6 @@ def biased_moe(model: Builder) -> None:
 
 _OTHERS = "exaone_moe", "sarvam_moe"
 _SARVAM_NORMS = "attention.query_layernorm", "attention.key_layernorm"
-
-
-def _sarvam_qkv(layer: Layer, sizes: HeadSizes, *, bias: bool) -> Matrix:
-    return layer.matrix("attention.query_key_value", sum(sizes.columns), layer.model.hidden_size, bias=bias)
 
 
 def _biased_windows(model: Builder) -> list[int]:

@@ -26,15 +26,12 @@ def _layer_norm(eps: float, *, offset: float = 0.0) -> NormKind:
     return NormKind(eps, "layer", offset, has_bias=True)
 
 
-def _fused_qkv(name: str, *, by_head: bool, bias: bool = True, transpose: bool = False) -> MakeQkv:
-    """One linear for queries, keys and values. by_head: each key follows the queries that it serves, then its value"""
+def _by_head(name: str, *, bias: bool = True) -> MakeQkv:
+    """One linear for queries, keys and values, where each key follows the queries that it serves, then its value."""
 
     def make(layer: Layer, sizes: HeadSizes) -> Matrix:
-        columns = sum(sizes.columns)
-        matrix = layer.matrix(name, columns, layer.model.hidden_size, bias=bias, transpose=transpose)
-        if not by_head:
-            return matrix
-        heads = torch.arange(columns).view(sizes.kv_heads, -1, sizes.head_dim)
+        matrix = layer.matrix(name, sum(sizes.columns), layer.model.hidden_size, bias=bias)
+        heads = torch.arange(matrix.columns).view(sizes.kv_heads, -1, sizes.head_dim)
         return rows_of(matrix, torch.cat([heads[:, :-2].flatten(), heads[:, -2].flatten(), heads[:, -1].flatten()]))
 
     return make
@@ -53,10 +50,10 @@ def gpt2(model: Builder) -> None:
     scale = model.sizes.head_dim**-0.5 if config.get("scale_attn_weights") else 1.0
     by_layer = config.flag("scale_attn_by_inverse_layer_idx")
     model.spare.append(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")
-    by_head, transpose = is_bigcode and not is_single, not is_bigcode
+    transpose, qkv = not is_bigcode, _by_head("attn.c_attn") if is_bigcode and not is_single else "c_attn"
     attend = attention(
-        prefix="attn.", qkv=_fused_qkv("attn.c_attn", by_head=by_head, transpose=transpose), out="c_proj", bias=True,
-        transpose=transpose, scale=[scale / (i + 1) if by_layer else scale for i in model.numbers],
+        prefix="attn.", qkv=qkv, out="c_proj", bias=True, transpose=transpose,
+        scale=[scale / (i + 1) if by_layer else scale for i in model.numbers],
     )  # fmt: skip
     inner = int(config.get("n_inner") or 4 * model.hidden_size)
     feed = feed_forward(size=inner, names=("c_fc", "c_proj"), bias=True, transpose=transpose)
@@ -85,7 +82,7 @@ def gpt_neox(model: Builder) -> None:
     prefix = "attention." if is_neox else "self_attn."
     if is_neox:
         model.spare.append(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)")
-    qkv = _fused_qkv(prefix + "query_key_value", by_head=True, bias=bias)
+    qkv = _by_head(prefix + "query_key_value", bias=bias)
     norms = head_norms(*LAYERNORMS) if has_norms else None
     attend = attention(prefix=prefix, qkv=qkv, out="dense", bias=bias, norms=norms)
     parts = attend, feed_forward(names=_LINEARS, bias=True)
@@ -113,7 +110,7 @@ def falcon(model: Builder) -> None:
     has_two = config.get("num_ln_in_parallel_attn") != 1 and is_new
     inner = int(config.get("ffn_hidden_size") or 4 * model.hidden_size)
     prefix = "self_attention."
-    qkv = _fused_qkv(prefix + "query_key_value", by_head=True, bias=bias)
+    qkv = _by_head(prefix + "query_key_value", bias=bias)
     attend = attention(prefix=prefix, qkv=qkv, out="dense", bias=bias)
     parts = attend, feed_forward(size=inner, names=_LINEARS, bias=bias)
     decoder(

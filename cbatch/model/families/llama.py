@@ -224,10 +224,7 @@ def _norms(layer: Layer, sizes: HeadSizes) -> HeadNorms:
 def phi3(model: Builder) -> None:
     """Queries, keys and values are one matrix, too. A context with long frequencies ends where the first one did."""
     model.read(aliases={"su": "longrope", "yarn": "longrope"})
-    attend = attention(
-        qkv=lambda layer, sizes: layer.matrix("self_attn.qkv_proj", sum(sizes.columns), model.hidden_size),
-        window=int(model.config.get("sliding_window") or 0),
-    )
+    attend = attention(qkv="qkv_proj", window=int(model.config.get("sliding_window") or 0))
     decoder(model, attend, feed_forward(names=STACKED))
 
 

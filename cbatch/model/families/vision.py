@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind, rows_of
+from cbatch.model.families.builder import Builder, Layer, NormKind, rows_of
 from cbatch.model.families.decoder import attention, decoder, family, feed_forward, head_norms, mixture, row_norms
 from cbatch.model.families.deepseek import end_where_index_chooses
 from cbatch.model.families.experts import clipped_silu, output_gate
 from cbatch.model.families.rotary import rope_settings
-from cbatch.model.ops.all import RESIDUAL, Activation, Linear, Matrix, Norm, Normalize
+from cbatch.model.ops.all import RESIDUAL, Activation, Linear, Norm, Normalize
 
 
 @family("mllama_text_model")
@@ -46,18 +46,16 @@ def molmo2(model: Builder) -> None:
     ]
     is_by_row = config.expect("qk_norm_type", "qwen3", "olmo") == "olmo"
 
-    def qkv(layer: Layer, sizes: HeadSizes) -> Matrix:
-        return layer.matrix("self_attn.att_proj", sum(sizes.columns), model.hidden_size, bias=bias)
-
     def feed(layer: Layer, source: str) -> None:
         size, hidden = config.whole("intermediate_size"), model.hidden_size
         up = rows_of(layer.matrix("mlp.ff_proj", 2 * size, hidden), torch.arange(2 * size).roll(size))
         model.add(Linear(source, "intermediate", up, activation=model.activation))
         layer.add_to_residual("intermediate", layer.matrix("mlp.ff_out", hidden, size), after=after[1])
 
-    bias = config.flag("attention_bias")
-    norms = row_norms if is_by_row else head_norms()
-    attend = attention(qkv=qkv, out="attn_out", norms=norms, rotary=rotary, after=after[0])
+    attend = attention(
+        qkv="att_proj", qkv_bias=config.flag("attention_bias"), out="attn_out", rotary=rotary, after=after[0],
+        norms=row_norms if is_by_row else head_norms(),
+    )  # fmt: skip
     decoder(model, attend, feed, norms=("", "") if all(after) else ("attn_norm", "ff_norm"))
 
 
