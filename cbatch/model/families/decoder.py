@@ -162,12 +162,13 @@ def row_norms(layer: Layer, sizes: HeadSizes) -> HeadNorms:
 def feed_forward(
     *, size: int | None = None, prefix: str = "mlp.", names: tuple[str, ...] | None = None, bias: bool = False,
     transpose: bool = False, activation: Activation | None = None, factor: float = 1.0, after: str = "",
-    target: str = RESIDUAL, add: bool = True,
+    target: str = RESIDUAL, add: bool = True, gate_factor: float = 1.0,
 ) -> Part:  # fmt: skip
     """A feed-forward part of `intermediate_size`, whose result is added to the residual, or to another target.
 
     names: of the linears up to the activation, side by side, and of the one after it
     after: the name of the norm of its result
+    gate_factor: of what goes into the activation
     """
 
     def feed(layer: Layer, source: str) -> None:
@@ -177,8 +178,11 @@ def feed_forward(
         *first, last = (prefix + name for name in given)
         columns = [(1 + function.gated) * inner // len(first)] * len(first)
         up = layer.matrix(first, columns, hidden, bias=bias, transpose=transpose)
+        parts, biases = (
+            tuple(replace(one, factor=gate_factor) for one in each[:1]) + each[1:] for each in (up.parts, up.biases)
+        )
         down = layer.matrix(last, hidden, inner, bias=bias, transpose=transpose)
-        model.add(Linear(source, "intermediate", up, activation=function))
+        model.add(Linear(source, "intermediate", Matrix(parts, biases), activation=function))
         if target == RESIDUAL:
             layer.add_to_residual("intermediate", down, factor=factor, after=after)
         else:

@@ -228,24 +228,12 @@ def falcon_h1(model: Builder) -> None:
         mamba(layer, source)
         attend(layer, source)
 
+    before, after = (float(one) for one in config.get("mlp_multipliers") or [1.0, 1.0])
+    feed = feed_forward(prefix="feed_forward.", bias=config.flag("mlp_bias"), gate_factor=before, factor=after)
     decoder(
-        model, mix, _scaled_feed_forward, norms=_MAMBA_NORMS, final="final_layernorm", scale=multiplier("embedding"),
+        model, mix, feed, norms=_MAMBA_NORMS, final="final_layernorm", scale=multiplier("embedding"),
         factor=multiplier("lm_head"),
     )  # fmt: skip
-
-
-def _scaled_feed_forward(layer: Layer, source: str) -> None:
-    """With a multiplier of what goes into the activation, and one of the result."""
-    model, config, prefix = layer.model, layer.model.config, "feed_forward."
-    size, bias = config.whole("intermediate_size"), config.flag("mlp_bias")
-    before, after = (float(one) for one in config.get("mlp_multipliers") or [1.0, 1.0])
-    up = layer.matrix([prefix + "gate_proj", prefix + "up_proj"], [size, size], model.hidden_size, bias=bias)
-    parts, biases = (
-        tuple(replace(one, factor=before) for one in each[:1]) + each[1:] for each in (up.parts, up.biases)
-    )
-    model.add(Linear(source, "intermediate", Matrix(parts, biases), activation=model.activation))
-    down = layer.matrix(prefix + "down_proj", model.hidden_size, size, bias=bias)
-    layer.add_to_residual("intermediate", down, factor=after)
 
 
 @family("nemotron_h")
