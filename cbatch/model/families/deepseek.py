@@ -17,7 +17,8 @@ from cbatch.model.ops.all import Gather, Linear, Normalize
 def _latent_attention(
     model: Builder, *, part: float | None = None, is_interleaved: bool = True, factor: float = 1.0
 ) -> Part:
-    """part: see `read_rotary`. YaRN makes scores larger."""
+    """Also reads the norm and the activation of the model.  part: see `read_rotary`. YaRN makes scores larger."""
+    model.norm, model.activation = NormKind(model.config["rms_norm_eps"]), model.read_activation()
     config, hidden, norm, prefix = model.config, model.hidden_size, NormKind(1e-6), "self_attn."
     heads, latent, rank = config.whole("num_attention_heads"), config.whole("kv_lora_rank"), config.get("q_lora_rank")
     plain, rotated = config.whole("qk_nope_head_dim"), config.whole("qk_rope_head_dim")
@@ -78,17 +79,10 @@ def _columns(heads: int, plain: int, rotated: int, value_dim: int, latent: int) 
     return torch.cat([torch.arange(heads * width), keys.flatten(), values.flatten()])
 
 
-def _read(model: Builder) -> None:
-    """Heads are those of the latent attention."""
-    model.norm = NormKind(model.config["rms_norm_eps"])
-    model.activation = model.read_activation()
-
-
 @family("deepseek_v2")
 def deepseek_v2(model: Builder) -> None:
     """Experts by softmax, whose weights are not normalised."""
     config = model.config
-    _read(model)
     attend, bias = _latent_attention(model), config.flag("mlp_bias")
     grouped = config.expect("topk_method", "greedy", "group_limited_greedy") == "group_limited_greedy"
     groups, top_groups = (config.whole("n_group"), config.whole("topk_group")) if grouped else (1, 1)
@@ -113,7 +107,6 @@ def deepseek_v3(model: Builder) -> None:
     DeepSeek V3.2 and GLM 5 attend to tokens that an index chooses, which are all in a text of no more than these.
     """
     config, kind = model.config, model.kind
-    _read(model)
     is_interleaved = config.flag("rope_interleave") or kind in _INDEXED
     attend = _latent_attention(model, part=1.0 if kind == "glm4_moe_lite" else None, is_interleaved=is_interleaved)
     if kind in _INDEXED:
@@ -159,7 +152,6 @@ def _sparse_layers(model: Builder) -> list[bool]:
 def minicpm3(model: Builder) -> None:
     """Without experts. MiniCPM scales embedding, residual and logits."""
     config, is_minicpm = model.config, model.kind == "minicpm3"
-    _read(model)
     factor = logits = embedding = 1.0
     if is_minicpm:
         depth = config.get("scale_depth")
