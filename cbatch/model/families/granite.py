@@ -27,10 +27,13 @@ _STORED = [f"{name}.weight" for name in _NAMES], "router.layer"
 
 
 @family("granite", "granite4_vision_text", "granite_docling_text", "granite_swa", "granitemoe", "granitemoeshared",
-        "granitemoe_swa")  # fmt: skip
+        "granitemoe_swa", "hyperclovax")  # fmt: skip
 def granite(model: Builder) -> None:
-    """Those with windows have sinks, and bases of their own in each layer. Those with experts may have shared ones."""
-    config, kind = model.config, model.kind
+    """Those with windows have sinks, and bases of their own in each layer. Those with experts may have shared ones.
+
+    HyperCLOVA X may have norms after each part, and multiplies logits instead of dividing them.
+    """
+    config, kind, is_clova = model.config, model.kind, model.kind == "hyperclovax"
     has_windows, has_experts = kind.endswith("_swa"), "moe" in kind
     model.read(has_rotary=False)
     thetas = config.get("layer_rope_theta") if has_windows else None
@@ -40,22 +43,24 @@ def granite(model: Builder) -> None:
     else:
         rotary = [model.read_rotary(base=theta) if theta else None for theta in thetas]
     factor = config.number("residual_multiplier")
+    after = ("post_norm1", "post_norm2") if is_clova and config.flag("use_post_norm") else ("", "")
     attend = attention(
-        bias=config.flag("attention_bias"), rotary=rotary, factor=factor, has_sinks=has_windows,
+        bias=config.flag("attention_bias"), rotary=rotary, factor=factor, has_sinks=has_windows, after=after[0],
         window=model.windows(every(4, model.num_layers, at=0)) if has_windows else 0,
-        scale=config.number("attention_multiplier"),
+        scale=config.get("attention_multiplier") if is_clova else config.number("attention_multiplier"),
     )  # fmt: skip
     size = config.whole("shared_intermediate_size") if kind in ("granitemoeshared", "granitemoe_swa") else 0
     if has_experts:
         names = (["experts.gate_up_proj", "experts.down_proj"], "router") if has_windows else _STORED
         feed = _experts(model, factor, *names, feed_forward(size=size, factor=factor, **_SHARED) if size else None)
     else:
-        feed = feed_forward(bias=config.flag("mlp_bias"), factor=factor)
+        feed = feed_forward(bias=config.flag("mlp_bias"), factor=factor, after=after[1])
     _decoder(model, attend, feed)
 
 
 def _decoder(model: Builder, *parts: Part) -> None:
-    scale, logits = model.config.number("embedding_multiplier"), 1 / model.config.number("logits_scaling")
+    scale, logits = model.config.number("embedding_multiplier"), model.config.number("logits_scaling")
+    logits = logits if model.kind == "hyperclovax" else 1 / logits
     decoder(model, *parts, scale=scale, factor=logits)
 
 
@@ -77,18 +82,3 @@ def granite_hybrid(model: Builder) -> None:
     if config.whole("num_local_experts") > 0:
         feed = _experts(model, factor, *_STORED, feed)
     _decoder(model, mix, feed)
-
-
-@family("hyperclovax")
-def hyperclovax(model: Builder) -> None:
-    """Granite with norms after each part."""
-    config = model.config
-    model.read()
-    factor = config.number("residual_multiplier")
-    after = ("post_norm1", "post_norm2") if config.flag("use_post_norm") else ("", "")
-    attend = attention(
-        bias=config.flag("attention_bias"), scale=config.get("attention_multiplier"), factor=factor, after=after[0]
-    )
-    feed = feed_forward(bias=config.flag("mlp_bias"), factor=factor, after=after[1])
-    scale, logits = config.number("embedding_multiplier"), config.number("logits_scaling")
-    decoder(model, attend, feed, scale=scale, factor=logits)
