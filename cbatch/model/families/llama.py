@@ -15,20 +15,25 @@ from cbatch.model.weight import RESIDUAL
 
 
 @family("llama", "mistral", "qwen2", "qwen3", "internlm3", "iquestcoder", "emu3_text_model", "ministral", "cwm",
-        "seed_oss", "mimo", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "qwen3_vl_text")  # fmt: skip
+        "seed_oss", "mimo", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "qwen3_vl_text", "arcee",
+        "ernie4_5", "paddleocr_vl_text", "helium")  # fmt: skip
 def llama(model: Builder) -> None:
-    """Qwen 2 has biases, Qwen 3 norms of queries and keys, Mistral and Qwen windows. MiMo drafts with more layers."""
+    """Qwen 2 has biases, Qwen 3 norms of queries and keys, Mistral and Qwen windows. MiMo drafts with more layers.
+
+    Arcee's feed-forward part has no gate; ERNIE and Helium rotate neighbours.
+    """
     config, kind = model.config, model.kind
-    model.read()
-    is_qwen2 = kind.startswith("qwen2") or kind == "mimo"
+    is_ernie, is_qwen2 = kind in ("ernie4_5", "paddleocr_vl_text"), kind.startswith("qwen2") or kind == "mimo"
+    model.read(is_interleaved=kind in ("ernie4_5", "helium"), gated=kind != "arcee")
     if kind == "mimo":
         config.expect("attention_bias", True)
         model.spare.append(r"model\.mtp_layers\..*")
-    bias = is_qwen2 or config.flag("attention_bias")
-    out_bias = config.flag("attention_out_bias") if kind == "seed_oss" else bias and not is_qwen2
+    bias, mlp_bias = (config.flag("use_bias" if is_ernie else key) for key in ("attention_bias", "mlp_bias"))
+    bias = bias or is_qwen2
+    out_bias = config.flag("attention_out_bias") if kind == "seed_oss" else bias and not (is_qwen2 or kind == "helium")
     norms = head_norms() if kind.startswith("qwen3") else None
     attend = attention(qkv_bias=bias, out_bias=out_bias, window=_windows(model), norms=norms)
-    decoder(model, attend, feed_forward(bias=config.flag("mlp_bias")))
+    decoder(model, attend, feed_forward(bias=mlp_bias))
 
 
 def _windows(model: Builder) -> list[int]:
@@ -87,17 +92,6 @@ def ministral3(model: Builder) -> None:
     plain = read_rotary(config, model.sizes.head_dim)
     model.rotary = model.add_rotary(replace(plain, scale_beta=beta, scale_floor=floor))
     decoder(model, attention(window=int(config.get("sliding_window") or 0)), feed_forward())
-
-
-@family("arcee", "ernie4_5", "paddleocr_vl_text", "helium")
-def plain_kin(model: Builder) -> None:
-    """Arcee's feed-forward part has no gate; ERNIE and Helium rotate neighbours."""
-    config, kind = model.config, model.kind
-    is_ernie = kind in ("ernie4_5", "paddleocr_vl_text")
-    model.read(is_interleaved=kind in ("ernie4_5", "helium"), gated=kind != "arcee")
-    bias, mlp_bias = (config.flag("use_bias" if is_ernie else key) for key in ("attention_bias", "mlp_bias"))
-    attend = attention(qkv_bias=bias, out_bias=bias and kind != "helium")
-    decoder(model, attend, feed_forward(bias=mlp_bias))
 
 
 @family("apertus")
