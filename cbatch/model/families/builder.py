@@ -152,7 +152,8 @@ class Builder:
         self.replaced_ids: dict[int, int] = {}
         self.notes: list[str] = []
         self.root, self.renamed = "", tuple[tuple[str, str], ...]()
-        self.spare: list[str] = [r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"]
+        # Of all families: frequencies, and layers that predict more than the next token.
+        self.spare = [r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)", r"(.*\.)?mtp[._].*"]
         self._operations: list[Operation] = []
         self._caches: list[LayerShape] = []
         self._windows: list[int | None] = []

@@ -77,7 +77,6 @@ def qwen_moe(model: Builder) -> None:
         types = model.layer_types(["full_attention"] * model.num_layers)
         rotary = [model.read_rotary(layer_type=one) for one in types]
         is_sparse = model.sparse_by_type([True] * model.num_layers)
-        model.spare.append(r"mtp\..*")
         config.ignore("num_nextn_predict_layers")
     else:
         rotary = [model.read_rotary()] * model.num_layers
@@ -172,7 +171,6 @@ def ernie_moe(model: Builder) -> None:
         size, period = config.whole("moe_intermediate_size"), config.whole("moe_layer_interval")
         first, last = config.whole("moe_layer_start_index"), config.whole("moe_layer_end_index")
         last = model.num_layers - 1 if last < 0 else last
-        model.spare.append(r".*mtp.*")
         sparse = [first <= i <= last and (i + 1) % period == 0 for i in model.numbers]
     bias, shared = config.flag("use_bias"), config.whole("moe_num_shared_experts")
     feed = mixture(
@@ -195,7 +193,7 @@ def biased_moe(model: Builder) -> None:
     dense = 0 if kind == "solar_open" else config.whole("first_k_dense_replace")
     sparse = [i >= dense for i in model.numbers]
     config.ignore("first_k_dense_replace", "intermediate_size")
-    model.spare += [rf"model\.layers\.{model.num_layers}\..*", r"mtp\..*"]
+    model.spare.append(rf"model\.layers\.{model.num_layers}\..*")
     attend = attention(
         prefix="attention." if is_sarvam else "self_attn.", out="dense" if is_sarvam else "o_proj",
         qkv="query_key_value" if is_sarvam else None, qkv_bias=bias, out_bias=bias and kind == "dots1", window=windows,

@@ -47,7 +47,6 @@ def qwen_hybrid(model: Builder) -> None:
     kinds = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in model.numbers]
     kinds = model.layer_types(kinds, ("full_attention", "linear_attention"))
     config.ignore("intermediate_size")
-    model.spare.append(r"mtp\..*")
     gated = attention(
         qkv=lambda layer, sizes: _with_gates(layer, sizes, bias=bias)[0], out_bias=bias, norms=head_norms(),
         gate=lambda layer, source, sizes: _gate(layer, source, bias=bias),
@@ -247,7 +246,6 @@ def nemotron_h(model: Builder) -> None:
         "time_step_floor", "mtp_layers_block_type", "mtp_hybrid_override_pattern", "num_logits_to_keep",
         "intermediate_size", "rope_theta", "rope_parameters", "partial_rotary_factor",
     )  # fmt: skip
-    model.spare.append(r"mtp\..*")
     keys = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
     scan = _scan_sizes(config, keys, (config.number("time_step_min"), math.inf))
     older = [_LETTERS.get(letter, letter) for letter in config.get("hybrid_override_pattern") or ""]

@@ -27,7 +27,6 @@ def llama(model: Builder) -> None:
     model.read(is_interleaved=kind in ("ernie4_5", "helium"), gated=kind != "arcee")
     if kind == "mimo":
         config.expect("attention_bias", True)
-        model.spare.append(r"model\.mtp_layers\..*")
     bias, mlp_bias = (config.flag("use_bias" if is_ernie else key) for key in ("attention_bias", "mlp_bias"))
     bias = bias or is_qwen2
     out_bias = config.flag("attention_out_bias") if kind == "seed_oss" else bias and not (is_qwen2 or kind == "helium")
@@ -168,7 +167,6 @@ def olmo2(model: Builder) -> None:
     else:
         rotaries = [model.read_rotary()] * model.num_layers
     is_rotated = [not is_exaone or bool(window) or not any(windows) for window in windows]
-    model.spare.append(r"mtp\..*")
     attend = attention(
         bias=config.flag("attention_bias"), window=windows, norms=head_norms() if is_exaone else row_norms,
         rotary=[one if rotated else None for one, rotated in zip(rotaries, is_rotated, strict=True)],

@@ -64,7 +64,6 @@ def mimo_v2_flash(model: Builder) -> None:
         factor=1.0 if factor is None else float(factor),
     )  # fmt: skip
     sparse = config.get("moe_layer_freq") or [0] + [1] * (layers - 1)
-    model.spare.append(r"model\.mtp\..*")
     feed = mixture(model, biased_router(config), sparse=model.sparse_by_type([bool(one) for one in sparse]))
     decoder(model, attend, feed)
 

@@ -94,7 +94,7 @@ def minimax_m3(model: Builder) -> None:
     size = int(index.get("sparse_block_size", config.get("index_block_size")))
     blocks = int(index.get("sparse_topk_blocks", config.get("index_topk_blocks")))
     end_where_index_chooses(model, size * blocks, others="")
-    model.spare += [r".*\.self_attn\.index_[qk]_(proj|norm)\.weight", r"mtp\..*"]
+    model.spare.append(r".*\.self_attn\.index_[qk]_(proj|norm)\.weight")
     router = {"name": prefix + "gate", "scores": "sigmoid", "choice_bias": prefix + "e_score_correction_bias",
               "normalize": True, "factor": config.number("routed_scaling_factor")}  # fmt: skip
     sparse = [bool(one) for one in config.get("moe_layer_freq") or [True] * model.num_layers]
