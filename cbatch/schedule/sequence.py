@@ -324,7 +324,9 @@ class TokenSequence:
         is_end = may_stop and sample.token_id in self.request.stop_ids
         token_id = sample.token_id
         if self.guide is not None and not is_end:
-            guided = self._guided(self.guide, token_id)
+            guide = self.guide
+            guided = guide.accept(token_id, self.request.max_new_tokens - self.num_generated - 1)
+            self.guide = guide.successor if guide.is_over else guide
             if guided is None:
                 return self._last(None, "", "length")
             if guided != token_id:
@@ -355,12 +357,6 @@ class TokenSequence:
             if ids[-1] == ids[-1 - period] and ids[-size:-period] == ids[period - size :]:
                 return True
         return False
-
-    def _guided(self, guide: OutputGuide, token_id: int) -> int | None:
-        taken = guide.accept(token_id, self.request.max_new_tokens - self.num_generated - 1)
-        if guide.is_over:
-            self.guide = guide.successor
-        return taken
 
     def fail(self, error: RequestError) -> TokenEvent:
         """The event of a request that ends with an error."""
