@@ -138,7 +138,8 @@ def plan_attention(batch: RaggedBatch, block_size: int, heads: int, group: int, 
     first_rows, merges = np.empty(sequences, np.int64), np.empty((sequences, 3), np.int64)
     members, chunks = np.empty((splits, 2), np.int64), np.empty(len(slots) // LANES + 2 * sequences + 1, np.int64)
     blocks = SPLIT // block_size if SPLIT % block_size == 0 else 0
-    scratch = np.empty(5 * sequences + _hash_size(sequences), np.int64)
+    hashed = 1 << (2 * sequences - 1).bit_length()  # a power of two, at least twice as many
+    scratch = np.empty(5 * sequences + hashed, np.int64)
     num_tasks, num_merges, num_partials, most_tokens, num_chunks = _plan_tasks(
         batch.tables, begins, ends, max_tokens, blocks, tasks, members, order, first_rows, merges, chunks, scratch
     )
@@ -151,11 +152,6 @@ def plan_attention(batch: RaggedBatch, block_size: int, heads: int, group: int, 
 
 def _state_size(value_dim: int) -> int:
     return pad_columns(value_dim) + REFERENCE
-
-
-def _hash_size(count: int) -> int:
-    """A power of two, at least twice the count."""
-    return 1 << (2 * count - 1).bit_length()
 
 
 @entry
