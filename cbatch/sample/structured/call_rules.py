@@ -19,25 +19,17 @@ _TAG_IN_TAG = re.compile(r"(｜\w+｜)")
 _TEXT = r"/([^<]|<[^\/<])*/"
 
 
-def call_rules(
-    calls: Calls, functions: Sequence[tuple[str, dict[str, Any]]], special_id: SpecialId, *, is_repeated: bool
-) -> list[str]:
-    """The rules of `calls`.
+class CallRules:
+    """The rules of `calls` in one form."""
 
-    functions:   the name of each, and the JSON schema of its arguments
-    special_id:  the id of a tag that is a special token; None for one that is text
-    is_repeated: whether further calls may follow, if the form has room for them
-    """
-    return _Rules(calls, special_id).all(functions, is_repeated=is_repeated)
-
-
-class _Rules:
     def __init__(self, calls: Calls, special_id: SpecialId) -> None:
+        """special_id: the id of a tag that is a special token; None for one that is text"""
         self._calls, self._special_id = calls, special_id
         self._before, self._place, self._behind = calls.parts
         self._made: list[str] = []
 
     def all(self, functions: Sequence[tuple[str, dict[str, Any]]], *, is_repeated: bool) -> list[str]:
+        """See `ToolCallGrammar` for both."""
         calls = self._calls
         more, further = "", ""
         if is_repeated and calls.between is not None:

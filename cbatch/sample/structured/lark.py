@@ -17,7 +17,7 @@ from typing import Any
 from cbatch.base.errors import RequestError, invalid_row
 from cbatch.base.params import Constraint, Kind, SamplingParams
 from cbatch.base.request import ToolChoice
-from cbatch.sample.structured.call_rules import SpecialId, call_rules
+from cbatch.sample.structured.call_rules import CallRules, SpecialId
 from cbatch.sample.structured.json_schema import RESERVED_KEYWORD, json_rule, schema_faults
 from cbatch.text.replies.declaration import NAME, Calls
 from cbatch.text.replies.formats import reply_formats
@@ -167,7 +167,7 @@ class ToolCallGrammar:
         """
         calls = reply_formats()[self.form].calls
         assert calls is not None
-        rules = call_rules(calls, self.functions, special_id, is_repeated=self.is_repeated)
+        rules = CallRules(calls, special_id).all(self.functions, is_repeated=self.is_repeated)
         start = "start: " + ("LEAD? " if self.is_led else "") + "calls"
         return HEADER + "\n".join([start, *rules, *([r"LEAD: /\n{1,2}/"] if self.is_led else [])])
 
