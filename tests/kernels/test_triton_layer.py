@@ -165,7 +165,7 @@ def test_gates(function: str, dtype: torch.dtype) -> None:
 
     def run(ops: BoundKernels) -> Sequence[Tensor]:
         target = draw(3, 24, dtype=dtype, seed=1)
-        ops.gate(draw(3, 12, dtype=dtype)[:, 2:8], 4, function, 0.5, target)
+        ops.gate(draw(3, 12, dtype=dtype)[:, 2:8], 4, function, target)
         return [target]
 
     check(run)

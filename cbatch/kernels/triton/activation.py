@@ -74,7 +74,7 @@ def activate(up: Tensor, activation: Any, out: Tensor, *, capability: int) -> No
 @triton.jit
 def _gate_kernel(
     gate, target, gate_row: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    FUNCTION: tl.constexpr, FACTOR: tl.constexpr,
+    FUNCTION: tl.constexpr,
 ):  # fmt: skip
     """One program per row and block of columns."""
     wait_for_last_launch()
@@ -86,21 +86,18 @@ def _gate_kernel(
         x = tl.sigmoid(x)
     elif FUNCTION == "softplus":
         x = tl.log(1.0 + tl.exp(-tl.abs(x))) + tl.maximum(x, 0.0)
-    if FACTOR != 1.0:
-        x *= FACTOR
     to = target + row * COLUMNS + column
     x *= tl.load(to, mask=inside, other=0.0).to(tl.float32)
     tl.store(to, x.to(target.dtype.element_ty), mask=inside)
 
 
-def gate(gate: Tensor, width: int, function: str, factor: float, target: Tensor, *, capability: int) -> None:
+def gate(gate: Tensor, width: int, function: str, target: Tensor, *, capability: int) -> None:
     """See `model/ops/gate.py`."""
     rows, columns = target.shape
     block = min(power_of_2(columns), 1024)
     _gate_kernel[(rows, -(-columns // block))](
-        gate, target, gate.stride(0), columns, width, block, function, factor,
-        **launch_options(block // 8, capability),
-    )  # fmt: skip
+        gate, target, gate.stride(0), columns, width, block, function, **launch_options(block // 8, capability)
+    )
 
 
 @triton.jit

@@ -25,7 +25,7 @@ _SIGMOID, _SOFTPLUS = 1, 2
 
 @operation
 class Gate(Operation):
-    """target *= factor * function(gate), where each number of the gate is for `width` numbers of the target.
+    """target *= function(gate), where each number of the gate is for `width` numbers of the target.
 
     start: first column of the gate
     """
@@ -35,7 +35,6 @@ class Gate(Operation):
     width: int = 1
     start: int = 0
     function: Literal["sigmoid", "softplus", "identity"] = "sigmoid"
-    factor: float = 1.0
 
     def on_shard(self, shards: Shards) -> Made:
         target, gate = shards.read(self.target), shards.read(self.gate)
@@ -59,21 +58,19 @@ class Gate(Operation):
 
     def run(self, step: Step, weights: None, *, gate: Tensor, target: Tensor) -> None:
         columns = target.shape[1] // self.width
-        multiply_by_gate(
-            step.ops, gate[:, self.start : self.start + columns], self.width, self.function, self.factor, target
-        )
+        multiply_by_gate(step.ops, gate[:, self.start : self.start + columns], self.width, self.function, target)
 
 
 @device_kernel("activation:gate", updates="target")
-def multiply_by_gate(gate: Tensor, width: int, function: str, factor: float, target: Tensor) -> None:
-    """target [T, columns * width] *= factor * function(gate [T, columns]), each for `width` numbers."""
+def multiply_by_gate(gate: Tensor, width: int, function: str, target: Tensor) -> None:
+    """target [T, columns * width] *= function(gate [T, columns]), each for `width` numbers."""
     factors = gate.float()
     if function != "identity":
         factors = torch.sigmoid(factors) if function == "sigmoid" else functional.softplus(factors)
-    target.copy_(factor * factors.repeat_interleave(width, dim=1) * target)
+    target.copy_(factors.repeat_interleave(width, dim=1) * target)
 
 
-@instruction("start width columns function", "factor", gate=BUFFER, target=BUFFER)
+@instruction("start width columns function", gate=BUFFER, target=BUFFER)
 def apply_gate(worker: Worker, phase: int, op: Any, step: Any) -> int:
     gate, target = floats_of(step, op.gate), elements_of(step, op.target)
     tokens = len(target)
@@ -86,5 +83,5 @@ def apply_gate(worker: Worker, phase: int, op: Any, step: Any) -> int:
                 elif op.function == _SOFTPLUS:
                     x = np.log1p(exp(-abs(x))) + max(x, np.float32(0))
                 for j in range(i * op.width, (i + 1) * op.width):
-                    target[row, j] = from_float32(op.factor * x * to_float32(target[row, j]), target)
+                    target[row, j] = from_float32(x * to_float32(target[row, j]), target)
     return phase + 1
