@@ -46,7 +46,7 @@ def drop(kind: type[Operation]) -> Fault:
 
 
 _SHAPES = {
-    "Embed.target", "Linear.add", "Linear.activation", "Normalize.add", "Normalize.start", "Normalize.width",
+    "Embed.target", "Linear.add", "Linear.activation", "Normalize.add", "Normalize.width",
     "Normalize.groups", "Gate.width", "PrepareHeads.stores", "Experts.add", "activation.gated",
 }  # fmt: skip
 """Settings that a program cannot forget and still run."""

@@ -37,7 +37,7 @@ class Head(Operation):
         normed = layout.elements("normed", layout.program.hidden_size, depth)
         layout.head_norm = layout.norm(self.norm)
         layout.add(
-            norm_rows, source=(source, depth), target=normed, start=0, width=layout.program.hidden_size, wanted=True,
+            norm_rows, source=(source, depth), target=normed, width=layout.program.hidden_size, wanted=True,
             norm=layout.head_norm,
         )  # fmt: skip
         if layout.head is None:

@@ -32,9 +32,9 @@ from cbatch.model.weight import RESIDUAL, Norm
 
 @operation
 class Normalize(Operation):
-    """target = factor * norm(source[:, start : start + width]); added to the target if `add`.
+    """target = factor * norm(source[:, :width]); added to the target if `add`.
 
-    width:  0 for the rest of the row
+    width:  0 for the whole row
     groups: so many parts of `width` numbers are normed, each by itself
     factor: of the result
     """
@@ -43,14 +43,13 @@ class Normalize(Operation):
     target: str = writes()
     norm: Norm
     add: bool = False
-    start: int = 0
     width: int = 0
     groups: int = 1
     factor: float = 1.0
 
     def _width(self, width: Callable[[str], int]) -> int:
         """Of a group."""
-        return self.width or width(self.source) - self.start
+        return self.width or width(self.source)
 
     def target_width(self, width: Callable[[str], int]) -> int:
         return self._width(width) * self.groups
@@ -78,8 +77,7 @@ class Normalize(Operation):
         target = plan.written(self.target, columns)
 
         def run(step: Step) -> None:
-            part = step[source][:, self.start : self.start + columns]
-            normalize(step.ops, part, norm, self.groups, self.factor, step[target], add=self.add)
+            normalize(step.ops, step[source][:, :columns], norm, self.groups, self.factor, step[target], add=self.add)
 
         return run
 
@@ -96,7 +94,7 @@ def _rms_norm_rows(worker: Worker, phase: int, x: Any, rows: Any, weight: Any, e
     return phase + 1
 
 
-@instruction("start width wanted", source=BUFFER, target=BUFFER, norm=NORM)
+@instruction("width wanted", source=BUFFER, target=BUFFER, norm=NORM)
 def norm_rows(worker: Worker, phase: int, op: Any, step: Any) -> int:
     """target [R, width] = the norm of columns of rows of the source, as products take it; its padding is 0.
 
@@ -111,13 +109,13 @@ def norm_rows(worker: Worker, phase: int, op: Any, step: Any) -> int:
         return _rms_norm_rows(worker, phase, source, rows, norm.weight, norm.eps, out)
     for task in claimed(worker, phase, -(-len(rows) // ROWS_PER_TASK)):
         for i in range(task * ROWS_PER_TASK, min(len(rows), (task + 1) * ROWS_PER_TASK)):
-            normalize_row(source[rows[i], op.start : op.start + op.width], norm, out[i])
+            normalize_row(source[rows[i], : op.width], norm, out[i])
             for j in range(op.width, out.shape[1]):  # padding, which is multiplied with zeros
                 out[i, j] = 0
     return phase + 1
 
 
-@instruction("start width groups add", "factor", source=BUFFER, target=BUFFER, norm=NORM)
+@instruction("width groups add", "factor", source=BUFFER, target=BUFFER, norm=NORM)
 def add_norm(worker: Worker, phase: int, op: Any, step: Any) -> int:
     """Norms groups of columns of the source, in place, and puts them into the target of float32 or adds them to it."""
     source, target = floats_of(step, op.source), floats_of(step, op.target)
@@ -125,8 +123,8 @@ def add_norm(worker: Worker, phase: int, op: Any, step: Any) -> int:
     for task in claimed(worker, phase, -(-tokens // ROWS_PER_TASK)):
         for row in range(task * ROWS_PER_TASK, min(tokens, (task + 1) * ROWS_PER_TASK)):
             for group in range(op.groups):
-                first = op.start + group * op.width
-                part, sums = source[row, first : first + op.width], target[row, group * op.width :]
+                first = group * op.width
+                part, sums = source[row, first : first + op.width], target[row, first:]
                 normalize_row(part, norm, part)
                 if op.add:
                     for i in range(len(part)):
