@@ -126,8 +126,12 @@ class TransformersModel:
         self._adapters: ModuleAdapters | None = None
         try:
             check_config(network.config, self.config)
-            self._attention_name = self._serve_indexers()
-            self._recurrent = self._serve_recurrent_layers()
+            kinds = set(getattr(self.config, "layer_types", None) or ())
+            self._attention_name = INDEXED_NAME if kinds & INDEXED_LAYERS else ATTENTION_NAME
+            if kinds & INDEXED_LAYERS:
+                self._served(serve_indexers)
+            is_recurrent = kinds & RECURRENT_LAYERS or modules_with_conventions(network)
+            self._recurrent: StateLayout = replace(self._served(serve_modules)) if is_recurrent else StateLayout()
             self.states, self.state_devices = self._recurrent.shapes, self._recurrent.devices
             self.chunk_multiple = chunk_multiple(self.config, self._recurrent)
             self.layers, self.windows, self.layer_devices = self._probe()
@@ -243,21 +247,6 @@ class TransformersModel:
             finally:
                 self._network.set_attn_implementation(self._attention_name)
 
-    def _serve_indexers(self) -> str:
-        """The name of the attention function that it calls in a step."""
-        if not INDEXED_LAYERS.intersection(getattr(self.config, "layer_types", None) or ()):
-            return ATTENTION_NAME
-        self._attention_name = INDEXED_NAME
-        self._served(serve_indexers)
-        return INDEXED_NAME
-
-    def _serve_recurrent_layers(self) -> StateLayout:
-        is_recurrent = RECURRENT_LAYERS.intersection(getattr(self.config, "layer_types", None) or ())
-        if not is_recurrent and not modules_with_conventions(self._network):
-            return StateLayout()
-        states: StateLayout = self._served(serve_modules)
-        return replace(states)
-
     def _served(self, serve: Callable[[Any, Any, torch.device], Any]) -> Any:
         """The result of a function that changes modules of the network, which is called once."""
         with _claiming:
@@ -278,17 +267,16 @@ class TransformersModel:
             self._call(batch)
             self._network.set_attn_implementation(self._attention_name)
         layers = len(attention_kinds(self.config) or range(self.config.num_hidden_layers))
-        if not self.states and len(probe.shapes) < layers:
+        if not self.states and len(probe.stored) < layers:
             raise ModelError(
-                f"{len(probe.shapes)} of its {layers} layers call attention that can be paged; "
+                f"{len(probe.stored)} of its {layers} layers call attention that can be paged; "
                 "the others (recurrent, convolutional, or with attention of their own) would be silently wrong"
             )
         check_patterns(self.config, probe.patterns)
         chunks = [pattern.chunk for pattern in probe.patterns if pattern.chunk]
         self.max_model_len = min([self.max_model_len, *chunks])  # within its first chunk a layer sees every token
-        indices = [LayerShape(1, dim, 0) for dim, _ in probe.index_dims]
-        devices = [*probe.devices, *(device for _, device in probe.index_dims)]
-        return probe.shapes + indices, [pattern.window for pattern in probe.patterns], devices
+        stored, windows = probe.stored + probe.indices, [pattern.window for pattern in probe.patterns]
+        return [shape for shape, _ in stored], windows, [device for _, device in stored]
 
 
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}

@@ -158,23 +158,23 @@ class AttentionCalls:
 
 @dataclass(slots=True)
 class AttentionProbe:
-    """Takes the place of AttentionCalls in a model's first pass, and records what each call stores and may see."""
+    """Takes the place of AttentionCalls in a model's first pass, and records what each call stores, where, and may see.
 
-    shapes: list[LayerShape] = field(default_factory=list)
+    indices: what each indexer stores (see `indexed`), and where
+    """
+
+    stored: list[tuple[LayerShape, torch.device]] = field(default_factory=list)
     patterns: list[MaskPattern] = field(default_factory=list)
-    devices: list[torch.device] = field(default_factory=list)
-    index_dims: list[tuple[int, torch.device]] = field(default_factory=list)
-    """Of the keys of each indexer (see `indexed`), and where they are."""
+    indices: list[tuple[LayerShape, torch.device]] = field(default_factory=list)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
-        self.shapes.append(LayerShape(key.shape[1], key.shape[2], value.shape[2]))
+        self.stored.append((LayerShape(key.shape[1], key.shape[2], value.shape[2]), query.device))
         self.patterns.append(pattern_of(mask))
-        self.devices.append(query.device)
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """Takes the place of that of an `IndexView`, too."""
-        self.index_dims.append((indexer_key_states.shape[-1], indexer_key_states.device))
+        self.indices.append((LayerShape(1, indexer_key_states.shape[-1], 0), indexer_key_states.device))
         return indexer_key_states
 
 
