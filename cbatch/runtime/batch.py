@@ -270,9 +270,10 @@ class RaggedBatch:
         furthest = np.array(stops)
         lengths = furthest - np.array(starts)
         ends = lengths.cumsum()
+        to_places = ends - furthest  # what a position of a sequence is added to for its place in the batch
         table = (tables or BlockTables()).rows(sequences, blocks)
         chunk_of = np.repeat(np.arange(len(sequences)), lengths)
-        positions = np.arange(ends[-1]) + (furthest - ends)[chunk_of]
+        positions = np.arange(ends[-1]) - to_places[chunk_of]
         slots = table[chunk_of, positions // block_size] * np.int64(block_size) + positions % block_size
         offsets = [sequence.request.position_offset for sequence in sequences]
         if any(offsets):
@@ -281,7 +282,7 @@ class RaggedBatch:
         if any(drafts):
             first = [end - len(draft) for end, draft, is_last in zip(ends, drafts, are_sampled, strict=True) if is_last]
             rows = np.concatenate([np.arange(one - 1, last + 1) for one, last in zip(first, rows, strict=True)])
-        scoring, scored = None, _scored_places(scheduled)
+        scoring, scored = None, _scored_places(scheduled.chunks, to_places)
         if len(scored):
             sampled, rows = rows, np.union1d(rows, scored)
             scoring = ScoringRows(np.searchsorted(rows, sampled), np.searchsorted(rows, scored))
@@ -298,7 +299,7 @@ class RaggedBatch:
         step_states = None if state_pool is None else StepStates.of(state_pool, starts, states)
         return cls(
             ids, positions, slots, rows, table, starts, stops, device, scoring, device_tokens, sampling_params,
-            step_states, token_adapters, _pooled_rows(scheduled),
+            step_states, token_adapters, _pooled_rows(scheduled.chunks, to_places),
         )  # fmt: skip
 
 
@@ -314,25 +315,16 @@ def _token_ids(chunks: Sequence[ScheduledChunk]) -> tuple[NDArray[np.int64], lis
     return np.fromiter(chain.from_iterable(known), np.int64), unknown
 
 
-def _scored_places(scheduled: SchedulerOutput) -> NDArray[np.int64]:
+def _scored_places(chunks: Sequence[ScheduledChunk], to_places: NDArray[np.int64]) -> NDArray[np.int64]:
     """Places in the batch whose logits score a token, once for each such token; most steps have none."""
-    places: list[int] = []
-    if any(chunk.to_score for chunk in scheduled.chunks):
-        first = 0
-        for chunk in scheduled.chunks:
-            places += [first + position - chunk.start for position, _ in chunk.scored_tokens]
-            first += chunk.num_tokens
-    return np.array(places, np.int64)
+    scoring = [row for row, chunk in enumerate(chunks) if chunk.to_score]
+    return np.array([at + to_places[row] for row in scoring for at, _ in chunks[row].scored_tokens], np.int64)
 
 
-def _pooled_rows(scheduled: SchedulerOutput) -> PooledRows | None:
+def _pooled_rows(chunks: Sequence[ScheduledChunk], to_places: NDArray[np.int64]) -> PooledRows | None:
     """Tokens of the batch that are summed for embeddings; most steps have none."""
-    if not any(chunk.to_pool for chunk in scheduled.chunks):
+    pooled = [(row, chunk.to_pool) for row, chunk in enumerate(chunks) if chunk.to_pool]
+    if not pooled:
         return None
-    rows, counts, first = list[int](), list[int](), 0
-    for chunk in scheduled.chunks:
-        if chunk.to_pool:
-            rows += range(first + chunk.to_pool.start - chunk.start, first + chunk.to_pool.stop - chunk.start)
-            counts.append(len(chunk.to_pool))
-        first += chunk.num_tokens
-    return PooledRows(np.array(rows, np.int64), np.array(counts, np.int64))
+    rows = np.concatenate([np.array(positions, np.int64) + to_places[row] for row, positions in pooled])
+    return PooledRows(rows, np.array([len(positions) for _, positions in pooled], np.int64))
