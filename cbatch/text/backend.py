@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Encoding, Tokenizer
 from tokenizers.decoders import DecodeStream
+from tokenizers.pre_tokenizers import ByteLevel
 
 from cbatch.base.errors import RequestError, as_error
 
@@ -166,12 +167,8 @@ class TextStream:
         return self._backend.decode(ids, skip_special_tokens=False) if ids else ""
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's letters for bytes: printable bytes are written as themselves, the others as letters from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()
+_PRINTABLE = {letter: ord(letter) for letter in ByteLevel.alphabet() if ord(letter) < 0x100}
+_OTHERS = sorted(letter for letter in ByteLevel.alphabet() if letter not in _PRINTABLE)
+_BYTE_OF = _PRINTABLE | dict(zip(_OTHERS, sorted({*range(256)}.difference(_PRINTABLE.values())), strict=True))
+"""GPT-2's letters for bytes: printable bytes are written as themselves, the others as letters from U+0100 on."""
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
