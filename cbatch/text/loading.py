@@ -59,13 +59,23 @@ def load_here(source: str, revision: str | None) -> TextTokenizer:
         raise ModelError(f"Cannot load the tokenizer of {source}: {reason}.") from raised
 
 
-def _from_transformers(source: str, revision: str | None) -> TextTokenizer:
-    from transformers import AutoTokenizer
+def silence_libraries() -> None:
+    """Hides the warnings and progress bars of transformers, accelerate and the hub; their errors are still raised.
+
+    Called just before they are used, because importing transformers takes long.
+    """
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    for name in ("huggingface_hub", "accelerate"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _from_transformers(source: str, revision: str | None) -> TextTokenizer:
+    from transformers import AutoTokenizer
+
+    silence_libraries()
     original: Any = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     if not getattr(original, "is_fast", False):
         raise ModelError(f"The tokenizer of {source} has no tokenizer.json, which is needed for streaming text.")

@@ -24,6 +24,7 @@ from cbatch.model.hf.memory_check import auto_class, check_weights_fit
 from cbatch.model.hf.placement import keep_rewritten_weights
 from cbatch.model.load_plan import LoadPlan, choose_dtype
 from cbatch.model.tensor_names import HEAD, has_causal_class
+from cbatch.text.loading import silence_libraries
 
 _log = logging.getLogger("cbatch")
 
@@ -33,7 +34,7 @@ def load_network(plan: LoadPlan) -> Any:
 
     Raises ModelError, with one sentence, for whatever transformers, the hub, safetensors or the device raise.
     """
-    _silence_libraries()
+    silence_libraries()
     from transformers import AutoConfig
 
     source, revision, device_map = plan.source, plan.revision, plan.device_map
@@ -115,19 +116,6 @@ def _check_kind(config: Mapping[str, Any], source: str) -> None:
 
 def _numbers(version: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", version)[:3]]
-
-
-def _silence_libraries() -> None:
-    """Hides the warnings and progress bars of transformers, accelerate and the hub; their errors are still raised.
-
-    Called just before they are used, because importing transformers takes long.
-    """
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    for name in ("huggingface_hub", "accelerate"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _unknown_name(error: Exception, config: Any) -> str:
