@@ -8,8 +8,8 @@ is a `StateView` of the slots. Everything else in the model runs on the ragged r
 Some modules take no state into account if they are given more than one token (the scan of Mamba). With
 `StateLayout.by_token` they go on from a state token by token.
 
-RWKV, xLSTM and RecurrentGemma know no cache object. They are given a `forward` that takes one as the keyword `held`, in
-place of a list of tensors, a tuple of them, or attributes of the module (`CONVENTIONS`).
+RWKV, xLSTM and RecurrentGemma know no cache object. In a step, a function in front of their `forward` takes one as the
+keyword `held`, in place of a list of tensors, a tuple of them, or attributes of the module (`CONVENTIONS`).
 """
 
 from __future__ import annotations
@@ -231,9 +231,8 @@ def serve_modules(network: Any, config: Any, device: torch.device) -> StateLayou
 def _serve_special(network: Any, modules: list[tuple[nn.Module, Adapt]], ids: Tensor) -> StateLayout:
     """Serves modules that know no cache object, and learns in a pass what they keep."""
     for number, (module, adapt) in enumerate(modules):
-        if not hasattr(module, "cbatch_forward"):
-            module.forward = adapt(module, number)
-            _serve(module, "held", together=adapt is not _rwkv)  # which mixes up the sequences of a batch
+        adapted = partial(adapt, module, getattr(module, "cbatch_forward", module.forward), number)
+        _serve(module, "held", adapted, together=adapt is not _rwkv)  # which mixes up the sequences of a batch
     states, everything = StateLayout(), Piece(slice(None), [0], False, True, [-1])
     with recurring(RecurrentStep(states, None, [everything])):
         network(input_ids=ids, use_cache=False)
@@ -295,7 +294,9 @@ def modules_that_ask(network: Any, cache: Any, inputs: dict[str, Any], methods: 
     return found
 
 
-Run = Callable[[Any, Callable[..., Any], dict[str, Any], int], Any]
+Forward = Callable[..., Any]
+
+Run = Callable[[Any, Forward, dict[str, Any], int], Any]
 """Runs a module in a pass, given that, the module's own `forward`, its arguments, and the number of tokens."""
 
 
@@ -316,10 +317,10 @@ def replace_forward(module: Any, current: Callable[[], Any], run: Run) -> None:
     module.cbatch_forward, module.forward = original, forward
 
 
-def _serve(module: Any, parameter: str, *, together: bool = True) -> None:
+def _serve(module: Any, parameter: str, adapted: Forward | None = None, *, together: bool = True) -> None:
     """Makes a module run the pieces of a step by themselves.
 
-    parameter: its `forward` takes the cache by that name
+    parameter: its `forward`, or what is `adapted` in place of it, takes the cache by that name
     together:  it can be given several sequences at once
     """
 
@@ -328,7 +329,7 @@ def _serve(module: Any, parameter: str, *, together: bool = True) -> None:
         for piece in step.pieces if together else _one_by_one(step.pieces):
             view = StateView(step.states, step.tensors, piece)
             part = {name: taken(value, piece.rows, tokens, piece.is_decode) for name, value in given.items()}
-            results.append((piece, original(**part | {parameter: view})))
+            results.append((piece, (adapted or original)(**part | {parameter: view})))
             view.keep()
         return _joined(results, tokens)
 
@@ -375,9 +376,6 @@ def _joined(results: list[tuple[Piece, Any]], tokens: int) -> Any:
     return whole
 
 
-Forward = Callable[..., Any]
-
-
 class _Columns:
     """Stands for a tensor [N, hidden, layers], of which a module reads and writes the column of its layer."""
 
@@ -391,73 +389,55 @@ class _Columns:
         self.column = value
 
 
-def _rwkv(module: Any, number: int) -> Forward:
+def _rwkv(
+    module: Any, original: Forward, number: int, *, held: StateView, hidden: Tensor, state: Any = None,
+    use_cache: bool = False,
+) -> Any:  # fmt: skip
     """RWKV keeps, for each layer, what its two parts saw last, and numerator, denominator and maximum of a mean."""
-    original: Forward = module.forward
     is_attention = hasattr(module, "time_decay")
     indices = (1, 2, 3, 4) if is_attention else (0,)
-
-    def forward(hidden: Tensor, state: Any = None, use_cache: bool = False, *, held: StateView | None = None) -> Any:
-        if held is None:
-            return original(hidden, state, use_cache) if is_attention else original(hidden, state)
-        columns: list[Any] = [None] * 5
-        for index in indices:
-            column = held.get("rwkv", module.layer_id, index)
-            if column is None:
-                inner = module.attention_hidden_size if index >= 2 else hidden.shape[-1]
-                dtype = torch.float32 if index >= 2 else hidden.dtype
-                column = hidden.new_full((len(hidden), inner), -1e30 if index == 4 else 0.0, dtype=dtype)
-            columns[index] = _Columns(column)
-        out = original(hidden, columns, True)[0] if is_attention else original(hidden, columns)[0]
-        for index in indices:
-            held.set("rwkv", columns[index].column, module.layer_id, index)
-        return out, None
-
-    return forward
+    columns: list[Any] = [None] * 5
+    for index in indices:
+        column = held.get("rwkv", module.layer_id, index)
+        if column is None:
+            inner = module.attention_hidden_size if index >= 2 else hidden.shape[-1]
+            dtype = torch.float32 if index >= 2 else hidden.dtype
+            column = hidden.new_full((len(hidden), inner), -1e30 if index == 4 else 0.0, dtype=dtype)
+        columns[index] = _Columns(column)
+    out = original(hidden, columns, True)[0] if is_attention else original(hidden, columns)[0]
+    for index in indices:
+        held.set("rwkv", columns[index].column, module.layer_id, index)
+    return out, None
 
 
-def _xlstm(module: Any, number: int) -> Forward:
+def _xlstm(module: Any, original: Forward, number: int, *, held: StateView, x: Tensor, state: Any = None) -> Any:
     """A block of xLSTM keeps a matrix, a vector and a maximum for each head."""
-    original: Forward = module.forward
-
-    def forward(x: Tensor, state: Any = None, *, held: StateView | None = None) -> Any:
-        if held is None:
-            return original(x, state)
-        parts = [held.get("xlstm", number, index) for index in range(3)]
-        out, new = original(x, None if parts[0] is None else tuple(parts))
-        for index, part in enumerate(new):
-            held.set("xlstm", part, number, index)
-        return out, None
-
-    return forward
+    parts = [held.get("xlstm", number, index) for index in range(3)]
+    out, new = original(x, None if parts[0] is None else tuple(parts))
+    for index, part in enumerate(new):
+        held.set("xlstm", part, number, index)
+    return out, None
 
 
-def _recurrent_gemma(module: Any, number: int) -> Forward:
+def _recurrent_gemma(module: Any, original: Forward, number: int, *, held: StateView, **given: Any) -> Any:
     """A block of RecurrentGemma keeps the last inputs of a convolution, and what its linear recurrence gave last."""
-    original: Forward = module.forward
-
-    def forward(hidden: Tensor, *args: Any, held: StateView | None = None, **kwargs: Any) -> Any:
-        if held is None:
-            return original(hidden, *args, **kwargs)
-        module.conv1d_state = held.get("conv", number)
-        module.rg_lru.recurrent_states = held.get("recurrent", number)
-        out = original(hidden, *args, **kwargs | {"use_cache": True})
-        held.set("conv", module.conv1d_state, number)
-        held.set("recurrent", module.rg_lru.recurrent_states, number)
-        module.conv1d_state = module.rg_lru.recurrent_states = None
-        return out
-
-    return forward
+    module.conv1d_state = held.get("conv", number)
+    module.rg_lru.recurrent_states = held.get("recurrent", number)
+    out = original(**given | {"use_cache": True})
+    held.set("conv", module.conv1d_state, number)
+    held.set("recurrent", module.rg_lru.recurrent_states, number)
+    module.conv1d_state = module.rg_lru.recurrent_states = None
+    return out
 
 
-Adapt = Callable[[Any, int], Forward]
+Adapt = Callable[..., Any]
 CONVENTIONS: dict[str, Adapt] = {
     "RwkvSelfAttention": _rwkv,
     "RwkvFeedForward": _rwkv,
     "xLSTMBlock": _xlstm,
     "RecurrentGemmaRecurrentBlock": _recurrent_gemma,
 }
-"""Functions that make the new `forward` of a module, given that and its number, by the name of its class."""
+"""What runs modules of these classes in a step, given a module, its own `forward`, its number, cache and arguments."""
 
 
 def modules_with_conventions(network: nn.Module) -> list[tuple[nn.Module, Adapt]]:
