@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -57,12 +58,10 @@ def gpt2(model: Builder) -> None:
     )  # fmt: skip
     inner = int(config.get("n_inner") or 4 * model.hidden_size)
     feed = feed_forward(size=inner, names=("c_fc", "c_proj"), bias=True, transpose=transpose)
-    decoder(
-        model, attend, feed, norms=("ln_1", "ln_2"), root="transformer.", embed="wte", positions="wpe", layers="h",
-        final="ln_f",
-    )  # fmt: skip
+    decoder(model, attend, feed, norms=("ln_1", "ln_2"), positions="wpe", **_NAMES)
 
 
+_NAMES: dict[str, Any] = {"root": "transformer.", "embed": "wte", "layers": "h", "final": "ln_f"}
 _LINEARS = "dense_h_to_4h", "dense_4h_to_h"
 
 
@@ -131,10 +130,8 @@ def gptj(model: Builder) -> None:
     inner = int(config.get("n_inner") or 4 * model.hidden_size)
     model.spare.append(r"transformer\.h\.\d+\.attn\.(bias|masked_bias|causal_mask)")
     attend = attention(prefix="attn.", out="out_proj", qkv=None if is_gptj else _codegen_qkv)
-    decoder(
-        model, attend, feed_forward(size=inner, names=("fc_in", "fc_out"), bias=True), norms=("ln_1", None),
-        root="transformer.", embed="wte", layers="h", final="ln_f", bias=True,
-    )  # fmt: skip
+    feed = feed_forward(size=inner, names=("fc_in", "fc_out"), bias=True)
+    decoder(model, attend, feed, norms=("ln_1", None), bias=True, **_NAMES)
 
 
 def _codegen_qkv(layer: Layer, sizes: HeadSizes) -> Matrix:
@@ -161,10 +158,8 @@ def gpt_neo(model: Builder) -> None:
         prefix="attn.attention.", out="out_proj", out_bias=True, scale=1.0,
         window=[window if kind == "local" else 0 for kind in kinds],
     )  # fmt: skip
-    decoder(
-        model, attend, feed_forward(size=inner, names=("c_fc", "c_proj"), bias=True), norms=("ln_1", "ln_2"),
-        root="transformer.", embed="wte", positions="wpe", layers="h", final="ln_f",
-    )  # fmt: skip
+    feed = feed_forward(size=inner, names=("c_fc", "c_proj"), bias=True)
+    decoder(model, attend, feed, norms=("ln_1", "ln_2"), positions="wpe", **_NAMES)
 
 
 @family("opt", "biogpt")
