@@ -19,7 +19,7 @@ from cbatch.base.spelling import similar_name
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.exits import EXIT_FATAL, EXIT_PIPE, EXIT_USAGE, SIGNALS, raise_interrupted
 
-COMMANDS = ("run", "verify", "convert", "chat", "perplexity", "bench", "info", "models")
+COMMANDS = ("run", "verify", "convert", "chat", "perplexity", "quantize", "bench", "info", "models")
 """Each is made in a module `command` of its own folder."""
 
 

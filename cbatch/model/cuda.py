@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from cbatch.model.ops.products import finish_logits, logits
 from cbatch.model.ops.residual import select_and_norm
 from cbatch.model.ops.shards import WHOLE, Part, shard_of
 from cbatch.model.program_model import ProgramModel
-from cbatch.model.stored import StoredWeights, packing_of
+from cbatch.model.stored import StoredWeights, kept_weights, packing_of
 from cbatch.model.weight import Matrix
 from cbatch.runtime.batch import Logits, PooledRows, RaggedBatch
 from cbatch.runtime.device import gpu_name, has_bfloat16
@@ -62,6 +62,7 @@ class CudaModel(ProgramModel):
         *,
         quantize: Quantization | None = None,
         part: Part = WHOLE,
+        weights_type: type[DeviceWeights] = DeviceWeights,
     ) -> None:
         """Raises UnsupportedConfig if another path has to serve the model, and ImportError without Triton.
 
@@ -70,6 +71,7 @@ class CudaModel(ProgramModel):
         quantize: round matrices to integers; None: those that are integers in the files stay what they are. If its
                   activations are fp8, they are rounded for the FP8 matrices of the files, as `float8` says
         part:     the place of this process among several, each of which has its part of the weights
+        weights_type: reads the weights
         """
         if dtype == torch.bfloat16 and not has_bfloat16(device):
             raise UnsupportedConfig(f"{gpu_name(device)} does not compute in bfloat16")
@@ -95,7 +97,7 @@ class CudaModel(ProgramModel):
         asks = quantize is not None and quantize.activations == "fp8"
         self.float8 = Float8Use(float8_problem(device, dtype)) if asks else Float8Use()
         tied = self.program.head if self.program.head.parts == (self.program.embedding,) else None
-        weights = DeviceWeights(tensors, dtype, device, quantize, tied, self.float8)
+        weights = weights_type(tensors, dtype, device, quantize, tied, self.float8)
         self._on_device = DevicePlan(self.program, weights)
         self.head = self._on_device.head
         self.weight_bytes = sum(weight.nbytes for weight in weights.loaded)
@@ -222,8 +224,7 @@ class CudaModel(ProgramModel):
 
 def _group_of(quantize: Quantization | None, tensors: Mapping[str, Tensor], matrices: Sequence[Matrix]) -> int:
     """How many numbers of the depth of matrices share a scale; 1 if they stay numbers."""
-    keeps = quantize is not None and quantize.keeps_stored
-    packing = packing_of(matrices, quantize, cast(StoredWeights, tensors) if keeps else None, ON_GPU)
+    packing = packing_of(matrices, quantize, kept_weights(tensors, quantize), ON_GPU)
     return 1 if packing is None else packing.group
 
 

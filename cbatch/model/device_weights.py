@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from cbatch.kernels.formats import FP8, ON_GPU, Integers, quantized
 from cbatch.kernels.operands import ExpertWeights, NormWeights
 from cbatch.kernels.quantized_matrix import Float8Matrix, QuantizedMatrix
 from cbatch.model.float8 import Float8Use
-from cbatch.model.stored import Packing, StoredWeights, packing_of, rows_of
+from cbatch.model.stored import Packing, kept_weights, packing_of, rows_of
 from cbatch.model.weight import Activation, Matrix, Norm, Weight
 from cbatch.runtime.cpu import num_threads
 
@@ -42,8 +41,7 @@ class DeviceWeights:
         self._float8 = float8 or Float8Use()
         self._tensors, self._dtype, self.device = tensors, dtype, device
         self._quantize, self._tied = quantize, tied
-        keeps = quantize is not None and quantize.keeps_stored
-        self._stored = cast(StoredWeights, tensors) if keeps else None
+        self._stored = kept_weights(tensors, quantize)
         self._tables: dict[Weight, Tensor | QuantizedMatrix] = {}
 
     def embedding(self, weight: Weight) -> Tensor | QuantizedMatrix:

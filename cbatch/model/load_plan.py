@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,6 +21,7 @@ from cbatch.base.units import parse_memory
 from cbatch.model.device_map import DeviceMap, choose_device_map
 from cbatch.model.ops.shards import WHOLE, Part
 from cbatch.model.packed_file import PackedFile, WeightCache
+from cbatch.model.tensor_files import Tensors
 from cbatch.runtime.device import choose_device, gpu_name, has_bfloat16, is_accelerator
 from cbatch.runtime.numba_setup import require_compiler
 
@@ -30,7 +32,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger("cbatch")
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo"
+CALIBRATION_TEXT = Path(__file__).with_name("calibration.txt")
+"""Prose, talk, code and tables, by whose tokens weights are rounded to 4 bits."""
+
 CPU = torch.device("cpu")
+
+_ROUNDING = 2
+"""Raised when weights are rounded to other integers than before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,7 @@ class LoadPlan:
     chat_template: instead of the model's own
     kv_dtype:     of the KV cache; None: that of the model
     part:         which part of the model this process has, of several that compute it together
+    ids:          tokens of `CALIBRATION_TEXT`
     """
 
     source: str = str(DEMO_MODEL)
@@ -63,6 +72,7 @@ class LoadPlan:
     chat_template: str | None = None
     kv_dtype: torch.dtype | None = None
     part: Part = WHOLE
+    ids: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, config: EngineConfig) -> LoadPlan:
@@ -131,13 +141,36 @@ class LoadPlan:
         dtype, quantize:    of `formats`
         files, fingerprint: what the weights come from, by which a cache finds them packed
         """
+        rounded = None
+        if quantize is not None and quantize.weights == "int4" and isinstance(tensors, Tensors):
+            from cbatch.model.calibration import calibrated
+
+            rounded = calibrated(config, tensors, self.device, self.ids)
+        weights = tensors if rounded is None else rounded
         is_causal = config.get("use_bidirectional_attention") is not True  # else the reference of attention serves it
         if is_accelerator(self.device) or self.part.size > 1 or not is_causal:
             from cbatch.model.cuda import CudaModel
             from cbatch.model.ops.device_kernel import by_torch
 
             ops = None if is_accelerator(self.device) and is_causal else by_torch()
-            return CudaModel(config, tensors, dtype, self.device, ops, quantize=quantize, part=self.part)
+            model: CpuModel | CudaModel = CudaModel(
+                config, weights, dtype, self.device, ops, quantize=quantize, part=self.part
+            )
+        else:
+            model = self._cpu_model(config, weights, dtype, quantize, files, fingerprint)
+        if rounded is not None:
+            rounded.forget()
+        return model
+
+    def _cpu_model(
+        self,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        quantize: Quantization | None,
+        files: Sequence[Path],
+        fingerprint: Callable[[], str],
+    ) -> CpuModel:
         from cbatch.model.cpu import CpuModel
         from cbatch.model.ops.cpu_layout import PACKING
 
@@ -145,7 +178,8 @@ class LoadPlan:
         if self.weight_cache is not None:  # the fingerprint is of samples; sizes and times notice any other change
             times = [(status.st_size, status.st_mtime_ns) for status in (path.stat() for path in files)]
             content = {"packing": PACKING, "model": fingerprint(), "files": times, "dtype": str(dtype)}
-            weights = {"quantize": None if quantize is None else quantize.weights}
+            weights: dict[str, Any] = {"quantize": None if quantize is None else quantize.weights}
+            weights["rounding"] = _ROUNDING, zlib.crc32(repr(self.ids).encode())
             shared = PackedFile(self.weight_cache, content | weights)
         return CpuModel(config, tensors, dtype, quantize=quantize, shared=shared, kv_dtype=self.kv_dtype)
 

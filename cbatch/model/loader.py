@@ -53,9 +53,10 @@ from cbatch.model.formats.quantized import QuantizedCheckpoint, settings_of, wit
 from cbatch.model.hf.memory_check import fits
 from cbatch.model.hf.network import load_network
 from cbatch.model.hf.placement import Placement, placement_of
-from cbatch.model.load_plan import DEMO_MODEL, LoadPlan
+from cbatch.model.load_plan import CALIBRATION_TEXT, DEMO_MODEL, LoadPlan
 from cbatch.model.lora.sites import sites_of
 from cbatch.model.lora_files import Adapter
+from cbatch.model.ops.program import Program
 from cbatch.model.pooling import FILES, Pooling, default_mode, read_pooling
 from cbatch.model.tensor_files import Tensors
 from cbatch.model.tensor_names import has_own_head, lacks_head
@@ -157,7 +158,11 @@ def _load(plan: LoadPlan) -> LoadedModel:
     _check_folder(plan.source)
     plan = replace(plan, source=reachable_source(plan.source, plan.revision))
     folder, config, settings, defaults = _checked_settings(plan)
-    tokenizer = _checked_tokenizer(plan, None if plan.part.rank else load_tokenizer(plan.source, plan.revision))
+    is_calibrated = plan.quantize is not None and plan.quantize.weights == "int4"
+    found = load_tokenizer(plan.source, plan.revision) if is_calibrated or not plan.part.rank else None
+    tokenizer = _checked_tokenizer(plan, None if plan.part.rank else found)
+    if is_calibrated:
+        plan = replace(plan, ids=calibration_ids(found))
     if device_map is not None:
         plan = replace(plan, device=device_map.device, device_map=None if fits(plan, device_map) else device_map)
     make_network: Callable[[], Any] = partial(load_network, plan)
@@ -377,13 +382,10 @@ def _load_fast(plan: LoadPlan) -> CpuModel | CudaModel:
     checkpoint = None
     if settings_of(config) is not None:
         checkpoint, config = QuantizedCheckpoint(config), without_quantization(config)
-    program = read_program(config)  # before weights are downloaded
+    read_program(config)  # before weights are downloaded
     folder = model_folder(plan.source, plan.revision, ["config.json", "generation_config.json", *WEIGHT_FILES])
     tensors, files, identity = Tensors(folder), weight_files(folder), partial(fingerprint, folder)
-    only_embeds = lacks_head(program, tensors)
-    if only_embeds or has_own_head(program, tensors):
-        config = {**text_config(config), "tie_word_embeddings": only_embeds}
-        program = read_program(config)
+    config, program, only_embeds = with_head(config, tensors)
     if checkpoint is None:
         dtype, quantize = plan.formats(config.get("dtype", config.get("torch_dtype")), is_quantized=False)
         model = plan.fast_model(config, tensors, dtype, quantize, files, identity)
@@ -395,6 +397,21 @@ def _load_fast(plan: LoadPlan) -> CpuModel | CudaModel:
     if only_embeds:
         model.generates = False
     return model
+
+
+def with_head(config: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Program, bool]:
+    """A config and its program, whose head is the embedding if the files hold no other; and whether they hold none."""
+    program = read_program(config)
+    is_missing = lacks_head(program, tensors)
+    if is_missing or has_own_head(program, tensors):
+        config = {**text_config(config), "tie_word_embeddings": is_missing}
+        program = read_program(config)
+    return config, program, is_missing
+
+
+def calibration_ids(tokenizer: TextTokenizer | None) -> tuple[int, ...]:
+    """The tokens of `CALIBRATION_TEXT`; none without a tokenizer."""
+    return () if tokenizer is None else tuple(tokenizer.backend.encode(CALIBRATION_TEXT.read_text("utf-8")).ids)
 
 
 NAMES_AND_VERSIONS = ("_name_or_path", "name_or_path", "transformers_version", "tokenizer_file")

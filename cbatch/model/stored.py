@@ -85,7 +85,10 @@ class StoredWeights(Mapping[str, Tensor]):
     """Named weights, of which some are integers in the files. As a mapping they are numbers, made when they are read.
 
     description: the formats in the files, for people; empty if somebody else says it
+    is_rounded:  the integers are those that `--quantize` asks for, not those of the files
     """
+
+    is_rounded = False
 
     def __init__(self, matrices: Mapping[str, StoredMatrix], files: MappedFiles, description: str = "") -> None:
         self.matrices = matrices
@@ -162,6 +165,13 @@ class StoredWeights(Mapping[str, Tensor]):
         """Rows of the weight before its own rows are chosen, counted over all matrices."""
         rows = np.arange(first, stop) if weight.rows is None else weight.rows[first:stop].numpy()
         return rows if weight.index is None else rows + weight.index * self.matrices[weight.name].rows
+
+
+def kept_weights(tensors: Mapping[str, Tensor] | None, quantize: Quantization | None) -> StoredWeights | None:
+    """The weights, if a model takes their integers; None if it takes numbers, or rounds these."""
+    if quantize is None or not isinstance(tensors, StoredWeights):
+        return None
+    return tensors if quantize.keeps_stored or tensors.is_rounded else None
 
 
 def packing_of(

@@ -71,6 +71,20 @@ class EncodedMatrix(StoredMatrix, ABC):
 
 
 @dataclass(eq=False)
+class RoundedNumbers(EncodedMatrix):
+    """A matrix that is stored as numbers, and rounded to int8."""
+
+    label = "numbers"
+
+    @property
+    def packing(self) -> Packing:
+        return Packing(INT8)
+
+    def values(self, rows: Rows) -> Tensor:
+        return self.tensors.take(self.name, rows).to(torch.bfloat16)
+
+
+@dataclass(eq=False)
 class FloatMatrix(EncodedMatrix):
     """A matrix of floating-point numbers of 8 bits. Its scales are [rows of blocks, columns of blocks], or one number.
 

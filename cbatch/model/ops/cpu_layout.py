@@ -35,7 +35,7 @@ from cbatch.model.config import UnsupportedConfig
 from cbatch.model.ops.operation import Operation, with_role
 from cbatch.model.ops.program import Program
 from cbatch.model.packed_file import Arrays, PackedFile
-from cbatch.model.stored import StoredWeights, packing_of, rows_of
+from cbatch.model.stored import StoredWeights, kept_weights, packing_of, rows_of
 from cbatch.model.weight import RESIDUAL, Activation, Matrix, Norm, Weight
 from cbatch.runtime.cpu import empty, num_threads, single_threaded
 from cbatch.runtime.memory import check_room
@@ -94,11 +94,11 @@ class CpuLayout:
     ) -> None:
         """Raises UnsupportedConfig for what the kernels do not support.
 
-        stored:  weights that keep the formats of their files, if `quantize` says so
+        stored:  weights that may have packed formats, see `kept_weights`
         adapted: they change instructions and buffers, no weights
         """
         self.program, self.adapted, self.dtype, self.quantize = program, adapted, dtype, quantize
-        self.stored = stored if quantize is not None and quantize.keeps_stored else None
+        self.stored = kept_weights(stored, quantize)
         self.float_columns = self.element_columns = self.deepest = self.prepared_bytes = 0
         self.routing_columns = self.num_experts = 0
         self.formats: set[int] = set()

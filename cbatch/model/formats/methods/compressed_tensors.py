@@ -25,7 +25,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.model.formats.fp4 import fp4_matrix
-from cbatch.model.formats.matrices import EncodedMatrix, FloatMatrix, GroupedMatrix, as_float32, unpacked, unpacked_rows
+from cbatch.model.formats.matrices import (
+    EncodedMatrix,
+    FloatMatrix,
+    GroupedMatrix,
+    RoundedNumbers,
+    as_float32,
+    unpacked,
+    unpacked_rows,
+)
 from cbatch.model.formats.settings import FLOATS, Headers, Matrices, Method, Reader, Settings
 from cbatch.model.stored import Rows
 
@@ -64,10 +72,18 @@ def _read(settings: Settings) -> Reader:
         if strategy == "block":
             blocks.add(scheme.block("block_structure"))
         Settings({"quant_method": settings.method, **values}).expect("format", *_FORMATS)
-    return partial(_matrices, groups, blocks)
+    rounded = settings.get("rounded") or []  # of `cbatch quantize`: modules of numbers that are read as int8
+    if not isinstance(rounded, list) or not all(isinstance(module, str) for module in rounded):
+        raise settings.unsupported("rounded", rounded)
+    return partial(_matrices, groups, blocks, rounded)
 
 
-def _matrices(sizes: Collection[int], blocks: Collection[tuple[int, int]], headers: Headers) -> Matrices:
+def _matrices(
+    sizes: Collection[int], blocks: Collection[tuple[int, int]], rounded: Collection[str], headers: Headers
+) -> Matrices:
+    for name in (f"{module}.weight" for module in rounded):
+        rows, depth = headers.shape(name, FLOATS, 2)
+        yield name, RoundedNumbers(headers.tensors, name, rows, depth, "")
     """sizes: numbers of a row that may share a scale; blocks: rows and columns that may"""
     packed = list(headers.modules(".weight_packed"))
     for module in packed:
