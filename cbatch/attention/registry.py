@@ -49,7 +49,7 @@ def check_quantize(name: str | None, activations: str, *, fast: bool) -> Quantiz
     if name is None:
         return None
     if name not in WEIGHTS:
-        raise ConfigError(f"Weights cannot be quantized to {name!r}; choose {' or '.join(WEIGHTS)}.")
+        raise ConfigError(f"Weights cannot be quantized to {name!r}; choose one of: {', '.join(WEIGHTS)}.")
     if not fast:
         raise ConfigError(
             f"Only the fast path of a CPU or an NVIDIA GPU has {name} weights: use --attention auto, and blocks of a "

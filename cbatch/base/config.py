@@ -82,7 +82,9 @@ class EngineConfig:
         "auto", "Data type of the model; auto keeps the stored one if the device is fast at it.", choices=FLOAT_TYPES
     )
     quantize: str | None = _model(
-        None, "Quantize weights to one byte each, or to half a byte (models with a fast path).", metavar="int8|int4"
+        None,
+        "Quantize weights to one byte each, or to half a byte (models with a fast path); auto tries half a byte first.",
+        metavar="int8|int4|auto",
     )
     activations: str = _model(
         "int8",

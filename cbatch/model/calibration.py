@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from cbatch.attention.reference import ReferenceAttention
-from cbatch.base.quantization import Quantization
+from cbatch.base.quantization import MOST_DIVERGENCE, Quantization
 from cbatch.kernels.formats import INT4_ZEROS, INT8, Integers
 from cbatch.kernels.operands import ExpertWeights, Routing
 from cbatch.model.cuda import CudaModel
@@ -52,6 +52,9 @@ _log = logging.getLogger("cbatch")
 
 _MOST_TOKENS, _LENGTH, _BLOCK = 2048, 512, 16
 """Of all that go through the model, of a sequence, and of a block of the KV cache."""
+
+_TOKENS_PER_LOGITS = 8
+"""Tokens of which one is followed by logits."""
 
 _WEIGHT_OF_MEANS = 8
 """How much `_moments_of_means` counts beside the moments of single tokens."""
@@ -88,6 +91,7 @@ class CalibratedWeights(StoredWeights):
         super().__init__(found, files)
         self._config, self._tensors, self._device, self._ids = config, tensors, device, ids or ()
         self._kept: dict[str, Integers] = {}
+        self._logits: Tensor | None = None
         self._lock = threading.Lock()
 
     def integers_of(self, name: str) -> Integers:
@@ -97,9 +101,24 @@ class CalibratedWeights(StoredWeights):
                 self._round()
         return self._kept[name]
 
+    def divergence(self) -> float:
+        """How far the rounded model is from what it was: mean Kullback-Leibler divergence of the next token, in nats.
+
+        It is taken after some of the tokens that the matrices are rounded by, which flatters a little. Infinite if they
+        are rounded without these.
+        """
+        with self._lock:
+            if not self._kept:
+                self._round()
+            if self._logits is None:
+                return math.inf
+            numbers = run_through(self._config, self._tensors, self._device, self._ids, lambda one, _: self._read(one))
+        own, rounded = (torch.log_softmax(one, -1) for one in (numbers, self._logits))
+        return float((own.exp() * (own - rounded)).sum(-1).mean())
+
     def forget(self) -> None:
         """Gives back the memory of the integers; whoever asks for them later has them rounded again."""
-        self._kept = {}
+        self._kept, self._logits = {}, None
 
     def _round(self) -> None:
         began, size = time.monotonic(), sum(math.prod(part.size) for part in self._parts)
@@ -107,22 +126,21 @@ class CalibratedWeights(StoredWeights):
         if is_accelerator(self._device) or size <= _MOST_ON_CPU:
             _log.info("Rounding to 4 bits, by what goes through the model.")
             try:
-                run_through(self._config, self._tensors, self._device, self._ids, self._rounded)
+                self._logits = run_through(self._config, self._tensors, self._device, self._ids, self._rounded)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 reason = f"the memory of {self._device} is too small"
         if self._kept.keys() != {part.name for part in self._parts}:
             _log.warning("Weights are rounded to 4 bits without trying what goes through the model: %s.", reason)
-            self._kept = {}
+            self._kept, self._logits = {}, None
             for part in self._parts:
                 self._rounded(Matrix((part,)), None)
         _log.info("Rounding to 4 bits took %.1f s.", time.monotonic() - began)
 
     def _rounded(self, matrix: Matrix, rows: Tensor | None) -> Tensor:
         """A matrix [columns, depth] float32 as it is rounded, by the rows [S, T, depth] that it is multiplied with."""
-        weights = [rows_of(self._tensors, part, 0, part.size[0]) for part in matrix.parts]
-        weight = torch.cat([one.to(self._device).float() for one in weights])
+        weight = self._read(matrix)
         first = self._first_values.get(matrix.parts[0].name, len(weight))
         moments = None if rows is None else moments_of(rows.flatten(0, 1))
         integers = rounded_to_4_bits(weight[:first], moments)
@@ -135,6 +153,11 @@ class CalibratedWeights(StoredWeights):
             self._keep(part, integers, first)
             first += part.size[0]
         return integers.values(INT4_ZEROS)
+
+    def _read(self, matrix: Matrix) -> Tensor:
+        """A matrix [columns, depth] float32 as it is in the files."""
+        weights = [rows_of(self._tensors, part, 0, part.size[0]) for part in matrix.parts]
+        return torch.cat([one.to(self._device).float() for one in weights])
 
     def _keep(self, part: Weight, integers: Integers, first: int) -> None:
         """Keeps the integers of a weight, which are rows of others from the first on."""
@@ -216,6 +239,14 @@ def calibrated(
     return CalibratedWeights(config, program, named, tensors, device, None if in_8_bits else ids[:_MOST_TOKENS])
 
 
+def chosen(weights: CalibratedWeights | None) -> str:
+    """What `--quantize auto` takes: int4 if it is near enough to the model, else int8. weights: rounded to 4 bits"""
+    lost = math.inf if weights is None else weights.divergence()
+    name = "int4" if lost <= MOST_DIVERGENCE else "int8"
+    _log.info("Weights are quantized to %s: with int4, the model would be %.3f nats from itself.", name, lost)
+    return name
+
+
 def _matrices_of(program: Program) -> list[Matrix]:
     linears = [one.matrix for one in program.operations if isinstance(one, Linear)]
     experts = [one.up + one.down for one in program.operations if isinstance(one, Experts)]
@@ -239,8 +270,11 @@ Round = Callable[[Matrix, Tensor | None], Tensor]
 
 def run_through(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device, ids: Sequence[int], round: Round
-) -> None:
-    """Runs tokens through a model, whose matrices are read when they are multiplied."""
+) -> Tensor:
+    """Runs tokens through a model, whose matrices are read when they are multiplied.
+
+    Returns logits [R, vocabulary] after some of the tokens.
+    """
     attention, length = ReferenceAttention(), min(_LENGTH, read_program(config).max_model_len, len(ids))
     ops = _Rounding(round=round, length=length)
     quantize = Quantization("int4")  # for embedding and head
@@ -249,14 +283,14 @@ def run_through(
     shapes = [attention.block_shapes(layer, _BLOCK, torch.float32) for layer in model.layers]
     cache = KVCache(shapes, count * blocks, _BLOCK, torch.float32, device)
     tables = np.arange(count * blocks, dtype=np.int32).reshape(count, blocks)
-    each, positions, none = np.arange(count), np.arange(length), np.zeros(0, np.int64)
+    each, positions, rows = np.arange(count), np.arange(length), np.arange(0, count * length, _TOKENS_PER_LOGITS)
     slots = each[:, None] * blocks * _BLOCK + positions
     states = StepStates(StatePool(model.states, count, device), each, 0 * each, 0 * each - 1)
     batch = RaggedBatch(
-        np.array(ids[: count * length]) % model.vocab_size, np.tile(positions, count), slots.flatten(), none, tables,
+        np.array(ids[: count * length]) % model.vocab_size, np.tile(positions, count), slots.flatten(), rows, tables,
         [0] * count, [length] * count, device, states=states if model.states else None,
     )  # fmt: skip
-    model.forward(batch, cache, attention)
+    return model.forward(batch, cache, attention).values
 
 
 class _Unread(DeviceWeights):

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from cbatch.kernels.formats import GROUP, Integers
 from cbatch.runtime.cpu import num_threads, single_threaded
 
-_DAMPING = 0.05
+_DAMPING = 0.15
 """Share of the mean second moment that is added to each: what was seen too rarely counts less."""
 
 _SHRINKING = tuple(0.65 + 0.05 * step for step in range(8))

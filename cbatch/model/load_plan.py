@@ -115,7 +115,8 @@ class LoadPlan:
         """
         dtype = choose_dtype(self.dtype, stored, self.device, by_kernels=True)
         on_cpu, quantize = not is_accelerator(self.device), self.quantize
-        if quantize is None and is_quantized and not (on_cpu and self.dtype not in ("auto", "bfloat16")):
+        keeps = quantize is None or quantize.weights == "auto"
+        if keeps and is_quantized and not (on_cpu and self.dtype not in ("auto", "bfloat16")):
             quantize = Quantization(STORED, self.activations)
         if quantize is None or not on_cpu:
             return dtype, quantize
@@ -142,10 +143,13 @@ class LoadPlan:
         files, fingerprint: what the weights come from, by which a cache finds them packed
         """
         rounded = None
-        if quantize is not None and quantize.weights == "int4" and isinstance(tensors, Tensors):
-            from cbatch.model.calibration import calibrated
+        if quantize is not None and quantize.weights in ("int4", "auto") and isinstance(tensors, Tensors):
+            from cbatch.model.calibration import calibrated, chosen
 
             rounded = calibrated(config, tensors, self.device, self.ids)
+            if quantize.weights == "auto":
+                quantize = replace(quantize, weights=chosen(rounded))
+                rounded = rounded if quantize.weights == "int4" else None
         weights = tensors if rounded is None else rounded
         is_causal = config.get("use_bidirectional_attention") is not True  # else the reference of attention serves it
         if is_accelerator(self.device) or self.part.size > 1 or not is_causal:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,7 +25,7 @@ from cbatch.base.hub import is_gguf, reachable_source
 from cbatch.base.model_files import WEIGHT_FILES, WEIGHTS_INDEX, model_folder, weight_files
 from cbatch.base.units import format_bytes
 from cbatch.kernels.formats import GROUP, INT8, Integers
-from cbatch.model.calibration import CalibratedWeights, RoundedMatrix, calibrated
+from cbatch.model.calibration import CalibratedWeights, RoundedMatrix, calibrated, chosen
 from cbatch.model.config import UnsupportedConfig, read_model_config
 from cbatch.model.formats.quantized import settings_of
 from cbatch.model.load_plan import LoadPlan
@@ -59,7 +60,10 @@ def write_quantized(plan: LoadPlan, target: Path) -> str:
     tensors = Tensors(folder)
     try:
         read_config, program, _ = with_head(config, tensors)
-        weights = calibrated(read_config, tensors, plan.device, plan.ids, in_8_bits=quantize.weights == "int8")
+        make = partial(calibrated, read_config, tensors, plan.device, plan.ids)
+        weights = make(in_8_bits=quantize.weights == "int8")
+        if quantize.weights == "auto" and chosen(weights) == "int8":
+            weights = make(in_8_bits=True)
     except UnsupportedConfig as error:
         raise ConfigError(f"{source} cannot be quantized: {error}.") from error
     if weights is None:

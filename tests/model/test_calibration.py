@@ -165,3 +165,27 @@ def test_shards_and_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match="in a form that compressed-tensors does not have"):
         write_quantized(LoadPlan(str(transposed), quantize=INT4_WEIGHTS), tmp_path / "other")
     assert not list(tmp_path.glob("other*"))
+
+
+def test_auto_takes_4_bits_only_if_they_are_near(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A choice that does not depend on what 4 bits lose would spoil a model, or waste half of the memory."""
+    caplog.set_level("INFO", "cbatch")
+    folder, auto = folder_of(tmp_path / "model", tiny_model()), Quantization("auto", "bf16")
+    tensors = Tensors(folder)
+    weights = calibrated(json.loads((folder / "config.json").read_text()), tensors, CPU, list(range(80)) * 8)
+    assert weights is not None
+    lost = weights.divergence()
+    assert 0.001 < lost < 1
+    monkeypatch.setattr(calibration, "run_through", lambda *_: torch.zeros(1, 80))
+    weights.forget()
+    assert weights.divergence() == float("inf"), "nothing went through the matrices"
+    monkeypatch.undo()
+    for bound, formats in ((lost * 4, {INT4_ZEROS, INT8}), (lost / 4, {INT8})):
+        monkeypatch.setattr(calibration, "MOST_DIVERGENCE", bound)
+        assert model_in(folder, auto).formats == formats
+        write_quantized(LoadPlan(str(folder), quantize=auto), tmp_path / str(bound))
+        assert model_in(tmp_path / str(bound), None).formats == formats
+    assert "Weights are quantized to int8" in caplog.text
+    assert model_in(tmp_path / "model", auto).formats == {INT8}
