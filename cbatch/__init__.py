@@ -3,7 +3,7 @@
 Engine, also called LLM      a model that generates: `Engine().generate("What is 2 plus 3?").text`
 EngineConfig, SamplingParams, TemplateOptions                   options of an engine, of a request, of a chat template
 Completion, Completions, Choice, Usage, TokenLogprob, ToolCall  results of `generate`, `chat` and `map`
-Score                        result of `score`
+Score, Classification        results of `score` and `classify`
 Stream, AsyncStream, StreamEvent                                results of `stream` and `astream`
 CbatchError                  base of ConfigError, EngineError, ModelError and RequestError
 SteppingEngine, Request, TokenEvent, StepTracer                 for programs that run the steps themselves
@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # the list of names, which `_homes` reads as well
     from cbatch.engine.streams import AsyncStream as AsyncStream
     from cbatch.engine.streams import Stream as Stream
     from cbatch.requests.completion import Choice as Choice
+    from cbatch.requests.completion import Classification as Classification
     from cbatch.requests.completion import Completion as Completion
     from cbatch.requests.completion import Completions as Completions
     from cbatch.requests.completion import Score as Score

@@ -360,6 +360,22 @@ class Engine(AbstractContextManager["Engine"]):
         requests, scores = await asyncio.to_thread(self._scoring, texts, continuations, top, lora)
         return scores(await self._acomplete(len(requests), lambda: requests))
 
+    def classify(self, texts: Any, continuations: Any = None, *, lora: str = "") -> Any:
+        """What the model's classification head says of a text, a `Classification`, or of each of several.
+
+        texts:         as `score` takes them; a query, for rerankers
+        continuations: texts that follow, as `score` takes them, with the same lists as the result; documents, for these
+
+        Raises RequestError for a text that cannot be classified, and if the model has no such head.
+        """
+        requests, found = self._scoring(texts, continuations, 0, lora, classifies=True)
+        return found(self._complete(len(requests), requests).raise_for_errors())
+
+    async def aclassify(self, texts: Any, continuations: Any = None, *, lora: str = "") -> Any:
+        """`classify` for asyncio, as `agenerate`."""
+        requests, found = await asyncio.to_thread(self._scoring, texts, continuations, 0, lora, classifies=True)
+        return found((await self._acomplete(len(requests), lambda: requests)).raise_for_errors())
+
     def embed(
         self, texts: ManyTexts, dimensions: int | None = None, *, prompt_name: str | None = None, lora: str = ""
     ) -> NDArray[np.float32]:
@@ -392,9 +408,12 @@ class Engine(AbstractContextManager["Engine"]):
         return list(self._encoded(rows, None, 0)), is_single
 
     def _scoring(
-        self, texts: Any, continuations: Any, top: int, lora: str
+        self, texts: Any, continuations: Any, top: int, lora: str, *, classifies: bool = False
     ) -> tuple[list[Request | Completion], Callable[[Iterable[Completion]], Any]]:
-        """Requests whose prompts are scored, and what makes scores of their completions."""
+        """Requests whose prompts are scored or classified, and what makes scores of their completions."""
+        if classifies != (self.core.loaded.classifier is not None):
+            lacking = "no classification head (those of a class ForSequenceClassification have one): call score."
+            raise invalid_row(f"The model has {lacking if classifies else 'a classification head: call classify.'}")
         values, is_single = list_prompts(texts)
         after: list[Any] = [None] * len(values)
         if continuations is not None:

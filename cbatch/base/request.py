@@ -21,11 +21,13 @@ class ApiCall:
     """The kind of an OpenAI Batch request: a chat or a text completion, of which model.
 
     repeated: of one to the Responses API, the fields that its answer repeats, as JSON
+    top_n:    of one that ranks documents, how many of them its answer has; 0 for all, None of others
     """
 
     is_chat: bool
     model: str | None
     repeated: str = ""
+    top_n: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +110,7 @@ class Request:
     key:      hash of all that decides its result
     adapter:  fingerprint of its LoRA adapter; empty if it has none
     columns:  columns of its row of output that are asked for (see `requests/columns.py`)
+    labels:   those of the model's classification head, if it scores the continuations
 
     Encoded, by `InputProcessor.encode`:
     dropped_tokens: of the prompt, as `truncate_prompt` says
@@ -118,8 +121,8 @@ class Request:
     is_thinking: whether the prompt leaves the model inside its reasoning
     prefix:   the beginning of the answer, which the prompt ends with
     known:    what each output has already, which it goes on with; empty if nothing is known
-    tails:    of the continuations, which begin alike with `prompt_ids`, or each text that is embedded; empty if an
-              answer is asked for
+    tails:    of the continuations, which begin alike with `prompt_ids`, or each text that is embedded or classified;
+              empty if an answer is asked for
 
     In an engine, by `SteppingEngine.add_request` and `EngineThread`:
     request_id:      its number there; None until it is accepted
@@ -165,6 +168,7 @@ class Request:
     key: str = ""
     adapter: str = ""
     columns: Sequence[str] = ()
+    labels: Sequence[str] = ()
 
     dropped_tokens: int = 0
     grammar: Any = None
@@ -194,6 +198,11 @@ class Request:
         if self.embed is not None:
             return {"input": list(self.embed.inputs) if self.embed.is_list else self.embed.inputs[0]}
         return self.prompt_ids if self.text is None else self.text
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether its result are hidden states, as embeddings or behind a classification head."""
+        return self.embed is not None or bool(self.labels)
 
     @property
     def noise_seed(self) -> int:

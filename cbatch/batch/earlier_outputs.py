@@ -187,7 +187,7 @@ class JournaledOutputs:
 
 def _can_go_on(request: Request) -> bool:
     """False if something of the prompt is wanted: its log-probabilities, which come with the first token."""
-    return request.params.prompt_logprobs is None and request.embed is None
+    return request.params.prompt_logprobs is None and not request.is_pooled
 
 
 def _fingerprint(engine: SteppingEngine, what: str) -> str:

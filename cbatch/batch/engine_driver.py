@@ -155,7 +155,7 @@ class EngineStream(RowStream):
         if self._token_journal is not None:
             self._token_journal.continue_(request)
         row.request, row.outputs = request, self._engine_thread.engine.output_processor(request)
-        if self._cache is not None and request.embed is None:
+        if self._cache is not None and not request.is_pooled:
             if self._cache.replay(row.outputs):
                 self._inbox.put(EndOfAnswer(row, "cached"))
                 return

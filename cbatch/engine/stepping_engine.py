@@ -209,6 +209,7 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
             first_id=self.first_id,
             adapters=self._adapters,
             pooling=self.pooling,
+            labels=self.loaded.classifier.labels if self.loaded.classifier is not None else (),
         )
         return InputProcessor(model, defaults or RequestDefaults())
 
@@ -271,14 +272,17 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         self.runner.check_open()
         params = request.params
         check_adapter(params.lora, self._adapters)
-        embeds = request.embed is not None
-        if not (self.model.generates or embeds):
-            why = "its files hold no output head" if self.model.is_causal else "its tokens see later ones"
-            raise RequestError("invalid_row", f"The model can only embed: {why}.")
+        if not (self.model.generates or request.is_pooled):
+            does = (
+                "embed: its files hold no output head" if self.model.is_causal else "embed: its tokens see later ones"
+            )
+            if self.loaded.classifier is not None:
+                does = 'classify: ask for scores ("score": true in a row, --score, Engine.classify)'
+            raise RequestError("invalid_row", f"The model can only {does}.")
         longest = request.prompt_ids
         if request.tails:
             longest = [*longest, *max((tail.token_ids for tail in request.tails), key=len)]
-        request.max_new_tokens = self.max_new_tokens(longest, params, embeds=embeds)
+        request.max_new_tokens = self.max_new_tokens(longest, params, is_pooled=request.is_pooled)
         for tail in request.tails:
             self._check_tokens("Token id", [*tail.token_ids, *tail.last])
         request.grammar = request.grammar or self.compile(params)
@@ -329,7 +333,7 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
             tail = request.tails[number]
             ids, scored_from, candidates = [*ids, *tail.token_ids], tail.scored_from, list(tail.last)
         counts = counts_for(params, request.prompt_ids)
-        pooled = self.pooling().positions(len(ids)) if request.embed is not None else range(0)
+        pooled = self.pooling().positions(len(ids)) if request.is_pooled else range(0)
         return TokenSequence(
             self._next_id + number, ids, request, number, detokenizer, guide, counts, scored_from, candidates, pooled
         )
@@ -348,8 +352,8 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
                 self._requests.pop(request_id, None)
         return events
 
-    def max_new_tokens(self, prompt_ids: Sequence[int], params: SamplingParams, *, embeds: bool = False) -> int:
-        """Most tokens that such a request can get; 0 if it is embedded. Raises RequestError as `add` does."""
+    def max_new_tokens(self, prompt_ids: Sequence[int], params: SamplingParams, *, is_pooled: bool = False) -> int:
+        """Most tokens that such a request can get; 0 if it `is_pooled`. Raises RequestError as `add` does."""
         if not prompt_ids:
             raise RequestError("invalid_row", "The prompt is empty.")
         self._check_tokens("Token id", prompt_ids)
@@ -359,9 +363,9 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         for name in ("stop", "bad_words", "echo"):
             if getattr(params, name) and self.tokenizer is None:
                 raise RequestError("invalid_row", f"{name} needs a tokenizer, and this model has none.")
-        least = 0 if params.max_tokens == 0 or embeds else 1
+        least = 0 if params.max_tokens == 0 or is_pooled else 1
         most = self.scheduler.sequence_limits.max_new_tokens(len(prompt_ids), least)
-        if embeds:
+        if is_pooled:
             return 0
         return most if params.max_tokens is None else min(params.max_tokens, most)
 

@@ -57,9 +57,9 @@ from cbatch.model.load_plan import CALIBRATION_TEXT, DEMO_MODEL, LoadPlan
 from cbatch.model.lora.sites import sites_of
 from cbatch.model.lora_files import Adapter
 from cbatch.model.ops.program import Program
-from cbatch.model.pooling import FILES, Pooling, default_mode, read_pooling
+from cbatch.model.pooling import FILES, Pooling, default_mode, read_classifier, read_pooling
 from cbatch.model.tensor_files import Tensors
-from cbatch.model.tensor_names import has_own_head, lacks_head
+from cbatch.model.tensor_names import has_own_head, is_classifier, lacks_head
 from cbatch.runtime.device import is_accelerator
 from cbatch.runtime.memory import is_out_of_memory
 from cbatch.text.backend import TextTokenizer
@@ -100,6 +100,7 @@ class LoadedModel:
     placement:  what lies where, if the model is spread over devices
     path:       `fast`, or `transformers` and why
     stored:     formats of the weights in the file, if these are not the usual ones
+    classifier: the classification head, if it has one
     make_pooling: reads how hidden states become an embedding
     """
 
@@ -117,6 +118,7 @@ class LoadedModel:
     placement: Placement | None = None
     path: str = ""
     stored: str = ""
+    classifier: Pooling | None = field(default=None, repr=False)
     make_pooling: Callable[[], Pooling] = field(default=Pooling, repr=False)
 
     @cached_property
@@ -126,7 +128,7 @@ class LoadedModel:
     @cached_property
     def pooling(self) -> Pooling:
         """How hidden states become an embedding. Raises ModelError if its files say it in a way that is not known."""
-        return self.make_pooling()
+        return self.classifier or self.make_pooling()
 
     def without_weights(self) -> LoadedModel:
         """The same without its weights, for an engine that is closed."""
@@ -187,7 +189,9 @@ def _load(plan: LoadPlan) -> LoadedModel:
             placement = placement_of(network)
             _log.warning("%s", f"The model is spread: {placement}. {placement.cost}".strip())
     ends = end_ids(vocab_size, config, settings, tokenizer=tokenizer, default=default_end)
-    parts = fingerprints(folder)
+    parts, classifier = fingerprints(folder), None
+    if is_classifier(config.get("architectures")):
+        classifier = read_classifier(model_folder(plan.source, plan.revision, ["config.json", *WEIGHT_FILES]), config)
     return LoadedModel(
         name=name,
         make_network=make_network,
@@ -202,6 +206,7 @@ def _load(plan: LoadPlan) -> LoadedModel:
         placement=placement,
         path=path,
         stored=getattr(fast_model, "stored", ""),
+        classifier=classifier,
         make_pooling=lambda: read_pooling(model_folder(plan.source, plan.revision, FILES), tokenizer),
     )
 

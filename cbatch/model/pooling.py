@@ -3,6 +3,8 @@
 https://sbert.net/docs/package_reference/sentence_transformer/models.html describes `modules.json`, which lists the
 parts that follow the model: pooling, dense layers, and a norm. A model without it gets the last token's hidden state if
 its tokenizer ends each text with a special token, as that of Qwen3-Embedding does; else the mean of all; and the norm.
+
+A sequence classifier of transformers has one linear behind the last token's hidden state, `score.weight`.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from torch import Tensor
 
 from cbatch.base.errors import ModelError, invalid_row
 from cbatch.base.model_files import check_files, read_json_object
+from cbatch.model.config_classes import text_config
+from cbatch.model.tensor_files import Tensors
 from cbatch.text.tokenizer import ChatTokenizer
 
 FILES = ["modules.json", "config_sentence_transformers.json", "*/config.json", "*_Dense/model.safetensors"]
@@ -54,6 +58,8 @@ class Pooling:
     dense:      layers that follow
     normalizes: whether the embedding has length 1
     prompts:    instructions in front of a text, by name; `default_prompt` names the one that is there if none is asked
+    labels:     names of the numbers that a classification head gives instead of an embedding; empty without one
+    activation: what makes scores of these numbers: one of ACTIVATIONS, or Softmax
     """
 
     mode: str = "mean"
@@ -61,6 +67,8 @@ class Pooling:
     normalizes: bool = True
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
+    labels: Sequence[str] = field(default=(), repr=False)
+    activation: str = field(default="Identity", repr=False)
 
     @cached_property
     def identity(self) -> str:
@@ -98,6 +106,44 @@ class Pooling:
         if self.normalizes:
             vector = torch.nn.functional.normalize(vector, dim=0)
         return vector.numpy()
+
+    def scores(self, logits: NDArray[np.float32]) -> list[float]:
+        """The score of each label, of the numbers [labels] that the classification head gives."""
+        function = torch.nn.Softmax(0) if self.activation == "Softmax" else getattr(torch.nn, self.activation)()
+        made: list[float] = function(torch.from_numpy(logits)).tolist()
+        return made
+
+
+def read_classifier(folder: Path, config: Mapping[str, Any]) -> Pooling:
+    """The classification head of a model in a folder, by its config.json. Raises ModelError if it is not as that says.
+
+    Its scores go through the activation that sentence-transformers has written there, or by `problem_type`: none for a
+    regression, a sigmoid for several labels at once. Else a sigmoid for one label, and a softmax for several.
+    """
+    names: Mapping[str, Any] = config.get("id2label") or {}
+    number = len(names) or config.get("num_labels") or 2  # as in transformers
+    labels = [str(names.get(str(at), f"LABEL_{at}")) for at in range(number)]
+    if len({*labels}) < number:  # they name the fields of a row
+        labels = [f"LABEL_{at}" for at in range(number)]
+    settings = config.get("sentence_transformers")
+    asked = settings.get("activation_fn") if isinstance(settings, Mapping) else None
+    asked = asked or config.get("sbert_ce_default_activation_function")
+    by_problem = {"regression": "Identity", "multi_label_classification": "Sigmoid"}
+    usual = by_problem.get(str(config.get("problem_type")), "Sigmoid" if number == 1 else "Softmax")
+    activation = str(asked or usual).rpartition(".")[2]
+    if activation not in (*ACTIVATIONS, "Softmax"):
+        raise ModelError(f"{folder / 'config.json'} names the activation {activation[:80]}, which is not supported.")
+    tensors, size = Tensors(folder), text_config(config).get("hidden_size")
+    weight, bias = tensors.get("score.weight"), tensors.get("score.bias")
+    if weight is None:
+        raise ModelError(f"{folder} holds no tensor score.weight, the classification head that its config.json names.")
+    if tuple(weight.shape) != (number, size) or (bias is not None and tuple(bias.shape) != (number,)):
+        raise ModelError(
+            f"score.weight in {folder} is {list(weight.shape)}, and {[number, size]} by the labels (id2label) and "
+            "hidden_size of its config.json."
+        )
+    dense = Dense(weight.float(), None if bias is None else bias.float(), "Identity")
+    return Pooling("lasttoken", [dense], normalizes=False, labels=labels, activation=activation)
 
 
 def read_pooling(folder: Path, tokenizer: ChatTokenizer | None) -> Pooling:

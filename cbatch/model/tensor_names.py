@@ -69,6 +69,8 @@ def has_own_head(program: Program, tensors: Mapping[str, Tensor]) -> bool:
 
 def lacks_head(program: Program, tensors: Mapping[str, Any]) -> bool:
     """Whether a model has no output head: by its class, or by bare names. Other files without one are torn."""
+    if is_classifier([program.name]):
+        return True
     head = program.head.parts[0].name
     if program.is_tied or head in names_in_files(program, tensors) or _is_packed(head, tensors):
         return False
@@ -85,6 +87,11 @@ def _is_packed(name: str, tensors: Iterable[str]) -> bool:
 def has_causal_class(name: str) -> bool:
     """Whether models of a class of transformers have an output head."""
     return name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+
+
+def is_classifier(architectures: Iterable[str] | None) -> bool:
+    """Whether a model of these classes of transformers has a classification head instead of an output head."""
+    return any(str(name).endswith("ForSequenceClassification") for name in architectures or ())
 
 
 def _is_table(program: Program, tensor: Any) -> bool:

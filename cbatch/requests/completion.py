@@ -107,7 +107,7 @@ class Choice:
     note:          what is unusual about it, as a sentence: reasoning that the model did not close
     token_ids:     the generated tokens, with the end token
     logprobs:      of each of these tokens; None if not asked for
-    score:         how likely the text is, if it was given to be scored; nothing is generated then
+    score:         how likely the text is, or what a classification head says, if it was given and not generated
     """
 
     index: int = 0
@@ -120,7 +120,7 @@ class Choice:
     note: str | None = None
     token_ids: Sequence[int] = ()
     logprobs: Sequence[TokenLogprob] | None = None
-    score: Score | None = None
+    score: Score | Classification | None = None
 
     def to_message(self) -> dict[str, Any]:
         """The output as a message, with which its conversation goes on, in OpenAI's form with `reasoning`."""
@@ -261,7 +261,7 @@ class Completion(Mapping[str, Any]):
     note: str | None = _of_first_choice("note")
     token_ids: Sequence[int] = _of_first_choice("token_ids")
     logprobs: Sequence[TokenLogprob] | None = _of_first_choice("logprobs")
-    score: Score | None = _of_first_choice("score")
+    score: Score | Classification | None = _of_first_choice("score")
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -373,7 +373,7 @@ class Completion(Mapping[str, Any]):
                 body["prompt_logprobs"] = self._scores()
             body |= self.request_columns
             if self.score is not None:
-                body = self._openai_scores(body)
+                body = self._openai_scores(body) if call.top_n is None else self._ranking(body, call.top_n)
             if call.repeated:
                 effective = {"temperature": self._params.temperature, "top_p": self._params.top_p}
                 body = response_of(body, self.key, json.loads(call.repeated) | effective)
@@ -391,13 +391,23 @@ class Completion(Mapping[str, Any]):
         }
 
     def _openai_scores(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer of vLLM's `/v1/score`: a score is a sum of log-probabilities. In the order of the request."""
+        """The answer of vLLM's `/v1/score`, in the request's order: sums of log-probabilities, or scores of a head."""
         data = []
         for choice in sorted(self.choices, key=operator.attrgetter("index")):
             shown = self._choice_fields(choice)
-            data.append({"index": choice.index, "object": "score", "score": shown["logprob"], **shown})
+            data.append({"index": choice.index, "object": "score", "score": shown.get("logprob"), **shown})
         shared = {name: value for name, value in body.items() if name != "choices"}
         return shared | {"id": f"score-{self.key}", "object": "list", "data": data}
+
+    def _ranking(self, body: Mapping[str, Any], top_n: int) -> dict[str, Any]:
+        """The answer of vLLM's `/v1/rerank`: the best documents first. top_n: how many; 0 for all"""
+        results = []
+        for choice in self.choices[: top_n or None]:
+            shown = self._choice_fields(choice)
+            document, score = {"text": shown.pop("text")}, shown.pop("score")
+            results.append({"index": choice.index, "document": document, "relevance_score": score, **shown})
+        shared = {name: value for name, value in body.items() if name not in ("choices", "object", "created")}
+        return shared | {"id": f"rerank-{self.key}", "results": results}
 
     def _openai_choice(self, choice: Choice, *, is_chat: bool) -> dict[str, Any]:
         reason, logprobs = choice.finish_reason, self._openai_logprobs(choice, is_chat=is_chat)
@@ -500,6 +510,11 @@ class Score:
     error: RequestError | None = None
 
     @property
+    def rank(self) -> float:
+        """By which choices are sorted, the highest one first."""
+        return self.logprob
+
+    @property
     def mean(self) -> float:
         """The mean log-probability of a token; nan if there is an error."""
         return self.logprob / max(self.num_tokens, 1)
@@ -516,6 +531,40 @@ class Score:
         return figures | {"num_tokens": self.num_tokens, "is_greedy": self.is_greedy} | details
 
 
+@dataclass(frozen=True, slots=True)
+class Classification:
+    """What a model's classification head says of a text.
+
+    labels: their names, as in the model's config.json
+    scores: of each label, behind the model's activation
+    logits: of each label, as the head gives them
+    """
+
+    labels: Sequence[str]
+    scores: Sequence[float]
+    logits: Sequence[float]
+
+    @property
+    def label(self) -> str:
+        """The likeliest label."""
+        return self.labels[self.logits.index(max(self.logits))]
+
+    @property
+    def score(self) -> float:
+        """The score of the likeliest label, or of the only one."""
+        return self.scores[self.logits.index(max(self.logits))]
+
+    @property
+    def rank(self) -> float:
+        """By which choices are sorted, the highest one first: texts with several labels keep their order."""
+        return self.logits[0] if len(self.logits) == 1 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields of a score row."""
+        figures = {name: dict(zip(self.labels, getattr(self, name), strict=True)) for name in ("scores", "logits")}
+        return {"label": self.label, "score": self.score, **figures}
+
+
 def _question(request: Request) -> Any:
     messages = request.messages or ()
     if len(messages) == 1 and messages[0].get("role") == "user" and not request.tools:
@@ -529,6 +578,10 @@ def _choice_of(fields: Mapping[str, Any]) -> Choice:
         tokens = _logprobs_of(fields["logprobs"]["content"]) if "logprobs" in fields else ()
         score = Score(fields["logprob"], fields["num_tokens"], fields["is_greedy"], tokens)
         return Choice(index=index, text=fields["text"] or "", score=score)
+    if "logits" in fields:
+        logits = fields["logits"]
+        found = Classification([*logits], [*fields["scores"].values()], [*logits.values()])
+        return Choice(index=index, text=fields["text"] or "", score=found)
     message = fields.get("message", fields)
     calls = [(call["function"], call["id"]) for call in message.get("tool_calls", ())]
     logprobs = fields.get("logprobs")

@@ -69,6 +69,8 @@ def check_embedding(row: Request, embed: EmbedOptions, pooling: Callable[[], Any
         raise invalid_row(f"{strange[0] if strange else '--validate'} has no meaning for what is embedded")
     try:
         made = pooling()
+        if made.labels:
+            raise invalid_row("the model classifies, and does not embed: ask for scores (score, --score)")
         made.prompt(embed.prompt_name)
     except ModelError as error:
         raise invalid_row(str(error)) from error

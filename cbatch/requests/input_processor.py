@@ -18,7 +18,7 @@ from cbatch.requests.completion import Completion
 from cbatch.requests.embeddings import check_embedding, encode_inputs, params_of
 from cbatch.requests.param_names import own_params
 from cbatch.requests.row_keys import KeyMaker, canonical_params
-from cbatch.requests.scores import scoring_params, set_tails
+from cbatch.requests.scores import check_ranking, scoring_params, set_classified, set_tails
 from cbatch.sample.structured.grammar import CompiledGrammar
 from cbatch.schedule.limits import SequenceLimits
 from cbatch.text.tokenizer import ChatTokenizer
@@ -36,6 +36,7 @@ class ModelInfo:
     first_id:       the token before the first of a text, if the model has one
     adapters:       fingerprints of its LoRA adapters by name
     pooling:        reads how its hidden states become an embedding. Raises ModelError
+    labels:         those of its classification head; empty without one
     compile:        compiles the constraint of a request (see `SteppingEngine.compile`)
     """
 
@@ -47,6 +48,7 @@ class ModelInfo:
     first_id: int | None = None
     adapters: Mapping[str, str] = field(default_factory=dict)
     pooling: Callable[[], Pooling] = Pooling
+    labels: Sequence[str] = ()
 
 
 class InputProcessor:
@@ -96,9 +98,13 @@ class InputProcessor:
         with _locating(row, "the row cannot be read"):
             defaults = self._defaults
             effective, sampling = self._sampling(row, params)
+            row.labels = self._model.labels if row.continuations else ()
             if row.continuations or row.embed is not None:
-                effective = scoring_params(effective) if row.embed is None else params_of(effective)
+                scored = scoring_params(effective) if row.embed is None else effective
+                effective = params_of(effective) if row.is_pooled else scored
                 sampling = canonical_params(effective)
+            if row.call is not None and row.call.top_n is not None:
+                check_ranking(row.labels)
             if effective.n > 1 and row.call is not None and row.call.repeated:
                 raise invalid_row("n is not available: a Response has one output")
             adapters, model = self._model.adapters, row.call.model if row.call is not None else None
@@ -137,6 +143,10 @@ class InputProcessor:
             tokenizer, params = self._tokenizer, request.params
             if request.embed is not None:
                 encode_inputs(request, self._model.pooling(), self._input_ids)
+                return request
+            if request.labels:
+                self._model.pooling()  # which raises for a model that shows no hidden states
+                set_classified(request, self._input_ids)
                 return request
             if request.continuations:
                 encode = partial(encoded_ids, tokenizer=tokenizer, context=self.limits.context)
@@ -222,7 +232,7 @@ class InputProcessor:
         return ids_with(text)
 
     def _input_ids(self, request: Request) -> Sequence[int]:
-        """The token ids of a text that is embedded. Raises RequestError."""
+        """The token ids of a text that is embedded or classified. Raises RequestError."""
         ids = self._fitting_ids(request)
         self._model.limits.max_new_tokens(len(ids), at_least=0)
         return ids

@@ -15,7 +15,8 @@ from cbatch.base.outputs import FinishReason, TokenEvent, TokenLogprobs
 from cbatch.base.request import Request
 from cbatch.model.pooling import Pooling
 from cbatch.requests import columns
-from cbatch.requests.completion import Choice, Completion, Score, Timing, TokenLogprob, Usage
+from cbatch.requests.completion import Choice, Classification, Completion, Score, Timing, TokenLogprob, Usage
+from cbatch.requests.embeddings import nine_digits
 from cbatch.text.replies.declaration import ReplyFormat
 from cbatch.text.replies.stream import Ending, OutputStream, ParsedDelta
 from cbatch.text.tokenizer import ChatTokenizer
@@ -230,7 +231,7 @@ class OutputProcessor:
                 embeddings = [pooling.embedding(output.pooled, size) for output in self.outputs]
             except BaseException as raised:
                 self.fail(_text_error(raised))
-        of_output = self._scored if request.tails else self._choices
+        of_output = self._classified if request.labels else self._scored if request.tails else self._choices
         wanted = len(self.outputs) if embeddings is None else 0
         for number in range(wanted if self._error is None else 0):
             try:
@@ -247,7 +248,7 @@ class OutputProcessor:
             return Completion(request, usage=usage, error=request.located(self._error[1]), timing=timing)
         scores = None
         if request.tails:
-            choices.sort(key=lambda one: (-round(one.score.logprob, 5) if one.score else 0.0, one.index))
+            choices.sort(key=lambda one: (-round(one.score.rank, 5) if one.score else 0.0, one.index))
         elif (found := self.outputs[0].prompt_logprobs) is not None:  # nothing comes before the first token
             scores = [self._token(request.prompt_ids[0], None), *map(self._logprob, found)]
         completion = Completion(
@@ -274,11 +275,20 @@ class OutputProcessor:
             scored, then, tokens = [*shared, last], request.continuations[member], list[TokenLogprob]()
             if request.params.logprobs is not None:
                 tokens = list(map(self._logprob, scored))
-            if not isinstance(then, str):
-                then = self._tokenizer.decode(then) if then is not None and self._tokenizer is not None else ""
             is_greedy = all(one.is_likeliest for one in scored)
             score = Score(math.fsum(one.logprob for one in scored), len(scored), is_greedy, tokens)
-            yield Choice(index=member, text=then, score=score)
+            yield Choice(index=member, text=self._shown(then), score=score)
+
+    def _classified(self, number: int) -> Iterator[Choice]:
+        then, pooling = self.request.continuations[number], self._pooling()
+        logits = pooling.embedding(self.outputs[number].pooled)
+        score = Classification(pooling.labels, nine_digits(pooling.scores(logits)), nine_digits(logits.tolist()))
+        yield Choice(index=number, text=self._shown(then), score=score)
+
+    def _shown(self, then: str | Sequence[int] | None) -> str:
+        if isinstance(then, str):
+            return then
+        return self._tokenizer.decode(then) if then is not None and self._tokenizer is not None else ""
 
     def _choices(self, number: int) -> Iterator[Choice]:
         yield self._choice(number)

@@ -61,7 +61,7 @@ def content_key(model: str, limits: SequenceLimits | None, request: Request) -> 
 
 def record(outputs: OutputProcessor) -> bytes | None:
     """The outputs of a request that has ended; None if it has failed, or was embedded."""
-    if outputs.has_failed or outputs.request.embed is not None:
+    if outputs.has_failed or outputs.request.is_pooled:
         return None
     fields = {
         "outputs": [

@@ -203,11 +203,14 @@ def response_of(chat: Mapping[str, Any], key: str, repeated: Mapping[str, Any]) 
 def answer_of(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """The answer in a row of output: the row or the body of its `response`, of a Response as a ChatCompletion.
 
-    Scores are choices.
+    Scores are choices, and so are documents that are ranked.
     """
     body: Mapping[str, Any] = fields["response"]["body"] if "response" in fields else fields
     if "response" in fields and "data" in body and "embedding" not in body["data"][0]:
         return {**body, "choices": body["data"]}
+    if "response" in fields and "results" in body:
+        ranked = ({"text": one["document"]["text"], "score": one["relevance_score"], **one} for one in body["results"])
+        return {**body, "choices": [*ranked]}
     if body.get("object") != "response":
         return body
     (message,) = _messages(Request(), body["output"])

@@ -39,7 +39,8 @@ class KeyMaker:
         sampling: its parameters, from `canonical_params`
         others:   whatever else decides which tokens are generated, and which are shown
         """
-        call = (row.call.is_chat, row.call.model, *filter(None, [row.call.repeated])) if row.call else None
+        ranks = [] if row.call is None or row.call.top_n is None else [row.call.top_n]
+        call = (row.call.is_chat, row.call.model, *filter(None, [row.call.repeated]), *ranks) if row.call else None
         # A template may print tools as they are, so the order of their keys counts.
         more: list[object] = [json.dumps(row.tools)] if row.tools else []
         more += filter(None, [row.tool_rounds, _asked(row)])

@@ -28,10 +28,12 @@ from cbatch.requests.param_names import (
     own_params,
     translate,
 )
-from cbatch.requests.scores import PAIR_FIELDS, SCORE, take_continuations, take_pair
+from cbatch.requests.scores import PAIR_FIELDS, RANKING_FIELDS, SCORE, take_continuations, take_pair
 
-CHAT, TEXT, RESPONSES, SCORES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/score"
-PROMPT_OF_URL = {CHAT: "messages", TEXT: "prompt", EMBEDDINGS: "input", RESPONSES: "input", SCORES: "text_1"}
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+SCORES, RANKING = "/v1/score", "/v1/rerank"
+PROMPT_OF_URL = {CHAT: "messages", TEXT: "prompt", EMBEDDINGS: "input", RESPONSES: "input"}
+PROMPT_OF_URL |= {SCORES: "text_1", RANKING: "query"}
 
 MAX_PRIORITY = 2**31
 """Leaves room for more urgent requests: those of a chat that runs rows in the background."""
@@ -140,7 +142,7 @@ def _check_template_fields(row: Request) -> None:
 
 def _fill_api_request(row: Request, fields: dict[str, Any], *, allow_unknown: bool) -> None:
     """Sets the row's fields from a request line. The API's bookkeeping (`user`, `store`) is ignored."""
-    url, body, is_chat = fields.get("url"), fields.get("body"), fields.get("url") not in (TEXT, SCORES)
+    url, body, is_chat = fields.get("url"), fields.get("body"), fields.get("url") not in (TEXT, SCORES, RANKING)
     model = body.get("model") if isinstance(body, dict) else None
     row.call = ApiCall(is_chat, model if isinstance(model, str) else None)
     row.extra = {name: value for name, value in fields.items() if name not in ENVELOPE_FIELDS}
@@ -154,7 +156,7 @@ def _fill_api_request(row: Request, fields: dict[str, Any], *, allow_unknown: bo
         raise row.invalid(f"body must be an object, not {json_type(body)}")
     if doubled := [name for name in PROMPT_FIELDS if name in fields]:
         raise row.invalid(f"the row has both body and {doubled[0]}")
-    known = API_FIELDS | {RESPONSES: responses.FIELDS, SCORES: PAIR_FIELDS}.get(url, frozenset())
+    known = API_FIELDS | {RESPONSES: responses.FIELDS, SCORES: PAIR_FIELDS, RANKING: RANKING_FIELDS}.get(url, set())
     row.extra |= {name: value for name, value in body.items() if name not in known}
     _set_priority(row, body)
     if doubled := [name for name in PROMPT_FIELDS if name != PROMPT_OF_URL[url] and body.get(name) is not None]:
@@ -167,7 +169,12 @@ def _fill_api_request(row: Request, fields: dict[str, Any], *, allow_unknown: bo
         raise row.invalid(f"{strange[0]} is a field of {CHAT}, and this is a request to {url}")
     if url == RESPONSES:
         body = responses.chat_request(row, body)
-    if url == SCORES:
+    if url == RANKING:
+        top_n = _typed_field(row, body, "top_n", int, 0)
+        row.call = ApiCall(is_chat, row.call.model, top_n=top_n)
+        if top_n < 0:
+            raise row.invalid("top_n must be at least 0")
+    if url in (SCORES, RANKING):
         body = take_pair(row, body)
     if is_chat and not _typed_field(row, body, "logprobs", bool, False):
         _typed_field(row, body, "top_logprobs", int, 0)

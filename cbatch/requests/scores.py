@@ -2,6 +2,9 @@
 
 Continuations are texts, or token ids, behind the prompt: behind plain text as they are, and behind messages as what the
 model answers. If the end of a prompt and the beginning of a continuation are one token, that token is scored.
+
+A model with a classification head says instead what it finds of the whole: of the text with its continuation, and of
+messages with the answer, whose turn is closed.
 """
 
 from __future__ import annotations
@@ -20,9 +23,9 @@ SCORE, COMPLETION, CHOICES = "score", "completion", "choices"
 
 MAX_CHOICES = 1024
 
-PAIRS = (("text_1", "text_2"), ("queries", "documents"))
-PAIR_FIELDS = frozenset(name for pair in PAIRS for name in pair)
-"""Names of vLLM's `/v1/score` for a text and what follows it."""
+PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("query", "documents"))
+PAIR_FIELDS, RANKING_FIELDS = frozenset([*PAIRS[0], *PAIRS[1]]), frozenset([*PAIRS[2], "top_n"])
+"""Fields of vLLM's `/v1/score`, which has two names for a text and what follows it, and of `/v1/rerank`."""
 
 Ids = Sequence[int]
 
@@ -53,17 +56,19 @@ def take_continuations(row: Request, fields: Mapping[str, Any]) -> dict[str, Any
 
 
 def take_pair(row: Request, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Sets the continuations of a request line in the form of vLLM's `/v1/score`. Raises RequestError.
+    """Sets the continuations of a request line in the form of vLLM's `/v1/score` or `/v1/rerank`. Raises RequestError.
 
     Returns its other fields, with its first text as the prompt of a text completion.
     """
-    names = PAIRS[0] if body.get(PAIRS[1][0]) is None else PAIRS[1]
+    ranks = row.call is not None and row.call.top_n is not None
+    names = PAIRS[2] if ranks else PAIRS[0] if body.get(PAIRS[1][0]) is None else PAIRS[1]
     first, second = (body.get(name) for name in names)
     first = first[0] if isinstance(first, list) and len(first) == 1 else first
     if not isinstance(first, str):
         raise row.invalid(f"{names[0]} must be one string: give each its own line; not {json_type(first)}")
     row.continuations = _choices(row, [second] if isinstance(second, str) else second, names[1])
-    return {name: value for name, value in body.items() if name not in PAIR_FIELDS} | {"prompt": first}
+    known = RANKING_FIELDS if ranks else PAIR_FIELDS
+    return {name: value for name, value in body.items() if name not in known} | {"prompt": first}
 
 
 def continuations_in(columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,6 +145,40 @@ def set_tails(
         ScoredTail(ids[shared:], start, *(tuple(part) for part in zip(*ends, strict=True)))
         for (start, ids), ends in groups.items()
     ]
+
+
+def set_classified(request: Request, encode: Callable[[Request], Ids]) -> None:
+    """Sets the token ids of a request whose continuations are classified, each a tail. Raises RequestError.
+
+    encode: makes the token ids of a prompt, cut if it asks for that
+    """
+    tails, dropped = list[ScoredTail](), 0
+    for then in request.continuations:
+        alone = replace(request, continuations=(), tails=())
+        if then is not None and not isinstance(then, str):
+            alone.prompt_ids, alone.text, alone.messages = [*encode(request), *then], None, None
+        elif request.messages is not None and then is not None:
+            alone.messages = [*request.messages, {"role": "assistant", "content": then}]
+            alone.template = replace(request.template, add_generation_prompt=False)
+        elif then is not None:
+            alone.text = (request.text or "") + then
+            if request.prompt_ids:
+                raise invalid_row("behind token ids, continuations must be token ids, too")
+        if not (ids := encode(alone)):
+            raise invalid_row("there is no token to classify")
+        tails.append(ScoredTail(ids, 1, (), ()))
+        dropped += alone.dropped_tokens
+    request.prompt_ids, request.tails, request.dropped_tokens = (), tails, dropped
+
+
+def check_ranking(labels: Sequence[str]) -> None:
+    """Raises RequestError unless documents can be ranked by the labels of the model's classification head."""
+    if len(labels) != 1:
+        has = f"a head with {len(labels)} labels" if labels else "no classification head"
+        raise invalid_row(
+            f"/v1/rerank needs a model of a class ForSequenceClassification with one label, and this one has {has}; "
+            "score rows with choices take any model"
+        )
 
 
 def _first_differing(ids: Ids, others: Ids) -> int:

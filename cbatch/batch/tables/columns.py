@@ -49,7 +49,7 @@ ALWAYS = (*FIRST, *ANSWER, *LAST)
 REST = "rest"
 """The last column, if the others do not tell all of a row: what its line of JSON has otherwise, as JSON text."""
 
-OF_SCORES = ("logprob", "mean_logprob", "num_tokens", "is_greedy")
+OF_SCORES = ("logprob", "mean_logprob", "num_tokens", "is_greedy", "label", "score", "scores", "logits")
 """Fields of a score row; of an answer there is `finish_reason` instead."""
 
 TEXTS = "texts"

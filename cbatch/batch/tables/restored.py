@@ -31,9 +31,9 @@ from cbatch.requests.embeddings import nine_digits
 
 _TEXTS = frozenset("text finish_reason reasoning stop_reason note prompt_text error_code error_message key".split())
 _ORDER = (
-    "index id text logprob mean_logprob num_tokens is_greedy finish_reason reasoning tool_calls stop_reason closed "
-    "note token_ids logprobs choices prompt_logprobs embedding embeddings prompt_text error usage key tool_messages "
-    "validation extra cached_tokens ttft_s elapsed_s from_cache"
+    "index id text logprob mean_logprob num_tokens is_greedy label score scores logits finish_reason reasoning "
+    "tool_calls stop_reason closed note token_ids logprobs choices prompt_logprobs embedding embeddings prompt_text "
+    "error usage key tool_messages validation extra cached_tokens ttft_s elapsed_s from_cache"
 ).split()
 """Fields of a row in their order. One that is missing here costs a cell in `REST`."""
 

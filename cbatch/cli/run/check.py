@@ -80,7 +80,7 @@ class InputCheck:
                 raise request.error
             try:
                 core = self._engine.core
-                limit = core.max_new_tokens(request.prompt_ids, request.params) if request.embed is None else 0
+                limit = core.max_new_tokens(request.prompt_ids, request.params) if not request.is_pooled else 0
             except RequestError as error:
                 raise request.located(error) from None
         except RequestError as error:

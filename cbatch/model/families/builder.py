@@ -27,6 +27,7 @@ from cbatch.model.ops.all import (
     Route,
     Weight,
 )
+from cbatch.model.tensor_names import is_classifier
 from cbatch.runtime.kv_cache import LayerShape
 from cbatch.runtime.state_pool import StateShape
 
@@ -271,6 +272,8 @@ class Builder:
 
     def program(self) -> Program:
         architectures = self.config.get("architectures") or [self.kind]
+        if is_classifier(architectures):
+            self.spare.append(r"(.*\.)?score\.(weight|bias)")  # see `read_classifier`
         if min(self.num_layers, self.hidden_size, self.vocab_size, self.max_model_len) < 1:
             raise UnsupportedConfig("one of its sizes is not positive")
         return Program(

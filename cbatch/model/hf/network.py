@@ -23,7 +23,7 @@ from cbatch.model.formats.quantized import settings_of
 from cbatch.model.hf.memory_check import auto_class, check_weights_fit
 from cbatch.model.hf.placement import keep_rewritten_weights
 from cbatch.model.load_plan import LoadPlan, choose_dtype
-from cbatch.model.tensor_names import HEAD, has_causal_class
+from cbatch.model.tensor_names import HEAD, has_causal_class, is_classifier
 from cbatch.text.loading import silence_libraries
 
 _log = logging.getLogger("cbatch")
@@ -68,8 +68,9 @@ def load_network(plan: LoadPlan) -> Any:
                     network, report = load(device_map="auto", **given)
                     keep_rewritten_weights(network, folder)
         is_causal = any(map(has_causal_class, config.architectures or ()))
-        network.only_embeds = set(report["missing_keys"]) == {HEAD} and not is_causal
-        if (not report["missing_keys"] or network.only_embeds) and not report["mismatched_keys"]:
+        lacks_head = set(report["missing_keys"]) == {HEAD} and not is_causal
+        network.only_embeds = lacks_head or is_classifier(config.architectures)
+        if (not report["missing_keys"] or lacks_head) and not report["mismatched_keys"]:
             return (network.to(plan.device) if device_map is None else network).eval()
     except CbatchError:
         raise
