@@ -259,8 +259,7 @@ def beginnings(line: Line) -> tuple[int, ...]:
 class Affinity:
     """Remembers which replicas have served which beginnings; the least recently used ones are forgotten."""
 
-    def __init__(self, max_beginnings: int = MAX_BEGINNINGS) -> None:
-        self._max_beginnings = max_beginnings
+    def __init__(self) -> None:
         self._served: OrderedDict[int, int] = OrderedDict()
         """A bit for each replica that has served the beginning."""
 
@@ -276,7 +275,7 @@ class Affinity:
         for beginning in row:
             self._served[beginning] = self._served.get(beginning, 0) | 1 << number
             self._served.move_to_end(beginning)
-        while len(self._served) > self._max_beginnings:
+        while len(self._served) > MAX_BEGINNINGS:
             self._served.popitem(last=False)
 
     def forget(self, number: int) -> None:

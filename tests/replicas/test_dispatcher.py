@@ -301,9 +301,10 @@ def test_beginnings_of_a_line() -> None:
     assert len(beginnings(Line(0, b"z" * 200_000))) == 8
 
 
-def test_the_least_recent_beginnings_are_forgotten() -> None:
+def test_the_least_recent_beginnings_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards memory against an input in which every prompt is long and different."""
-    affinity = Affinity(max_beginnings=4)
+    monkeypatch.setattr(dispatcher_module, "MAX_BEGINNINGS", 4)
+    affinity = Affinity()
     for beginning in range(9):
         affinity.note((beginning,), 1)
     assert [affinity.is_elsewhere((beginning,), 0) for beginning in range(9)] == [False] * 5 + [True] * 4
