@@ -148,13 +148,14 @@ def _with_flash(chosen: Execution, config: EngineConfig) -> Execution:
         return chosen
     from cbatch.attention.flash import with_flash
     from cbatch.engine.kernel_checks.all_checks import ModelChecks
+    from cbatch.engine.kernel_checks.attention import LONG_CHUNKS
 
     attention = with_flash(chosen.attention)
     if attention is None:
         return chosen
     candidate = replace(chosen, attention=attention)
     with_it, without = (ModelChecks(one, config.block_size).of_attention for one in (candidate, chosen))
-    if reason := _first_problem(with_it.long_chunks()):
+    if reason := _first_problem(with_it.run(LONG_CHUNKS)):
         sentence = f"FlashInfer is not used on {chosen.model.device}: {reason}"
         return replace(chosen, fallback=f"{chosen.fallback} {sentence}".strip())
     is_faster = attention.is_used and with_it.prefill_seconds() < without.prefill_seconds()

@@ -134,10 +134,6 @@ class AttentionChecks:
 
         return run_check("captured attention", self.device, TOLERANCES[self.dtype], measure)
 
-    def long_chunks(self) -> Iterator[KernelCheck]:
-        """The same for chunks that are long enough for FlashInfer."""
-        return self.run(LONG_CHUNKS)
-
     def prefill_seconds(self) -> float:
         """Seconds that attention of a long chunk takes: of each way of calling it the fewest, added."""
         found = []
