@@ -66,6 +66,10 @@ _MOST_ON_CPU = 2 * 10**9
 """Numbers of matrices, above which a CPU would take many minutes."""
 
 
+_LONG = 10**8
+"""Numbers of matrices, from which on people are told why they wait."""
+
+
 class CalibratedWeights(StoredWeights):
     """The weights of plain files, with the matrices of linears and experts in 4 bits, and that of the head in 8.
 
@@ -124,7 +128,8 @@ class CalibratedWeights(StoredWeights):
         began, size = time.monotonic(), sum(math.prod(part.size) for part in self._parts)
         reason = "a CPU would take many minutes for so large a model"
         if is_accelerator(self._device) or size <= _MOST_ON_CPU:
-            _log.info("Rounding to 4 bits, by what goes through the model.")
+            if size >= _LONG:
+                _log.warning("Weights are being rounded to 4 bits, which takes a while; cbatch quantize does so once.")
             try:
                 self._logits = run_through(self._config, self._tensors, self._device, self._ids, self._rounded)
             except (RuntimeError, MemoryError) as error:
@@ -243,7 +248,7 @@ def chosen(weights: CalibratedWeights | None) -> str:
     """What `--quantize auto` takes: int4 if it is near enough to the model, else int8. weights: rounded to 4 bits"""
     lost = math.inf if weights is None else weights.divergence()
     name = "int4" if lost <= MOST_DIVERGENCE else "int8"
-    _log.info("Weights are quantized to %s: with int4, the model would be %.3f nats from itself.", name, lost)
+    _log.warning("Weights are quantized to %s: int4 changes the next token's probabilities by %.3f nats.", name, lost)
     return name
 
 

@@ -187,5 +187,5 @@ def test_auto_takes_4_bits_only_if_they_are_near(
         assert model_in(folder, auto).formats == formats
         write_quantized(LoadPlan(str(folder), quantize=auto), tmp_path / str(bound))
         assert model_in(tmp_path / str(bound), None).formats == formats
-    assert "Weights are quantized to int8" in caplog.text
+    assert "quantized to int8: int4 changes" in caplog.text
     assert model_in(tmp_path / "model", auto).formats == {INT8}
