@@ -157,7 +157,7 @@ def load_model(plan: LoadPlan) -> LoadedModel:
 def _load(plan: LoadPlan) -> LoadedModel:
     name = "the bundled demo model" if plan.source == str(DEMO_MODEL) else plan.source
     device_map = plan.device_map
-    _check_folder(plan.source)
+    check_folder(plan.source)
     plan = replace(plan, source=reachable_source(plan.source, plan.revision))
     folder, config, settings, defaults = _checked_settings(plan)
     is_calibrated = plan.quantize is not None and plan.quantize.weights in ("int4", "auto")
@@ -284,7 +284,8 @@ def _or_say(make_network: Callable[[], Any], reason: str) -> Any:
         raise ModelError(f"{str(error).removesuffix('.')}; and without transformers {reason.rstrip('.')}.") from error
 
 
-def _check_folder(source: str) -> None:
+def check_folder(source: str) -> None:
+    """Raises ModelError for a path at which there is no folder of a model."""
     folder = Path(source)
     if folder.is_dir():
         check_files(folder)

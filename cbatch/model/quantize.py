@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,19 +21,20 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cbatch.base.errors import ConfigError
+from cbatch.base.errors import CbatchError, ConfigError, ModelError, in_short
 from cbatch.base.hub import is_gguf, reachable_source
-from cbatch.base.model_files import WEIGHT_FILES, WEIGHTS_INDEX, model_folder, weight_files
+from cbatch.base.model_files import WEIGHT_FILES, WEIGHTS_INDEX, check_source, model_folder, weight_files
 from cbatch.base.units import format_bytes
 from cbatch.kernels.formats import GROUP, INT8, Integers
 from cbatch.model.calibration import CalibratedWeights, RoundedMatrix, calibrated, chosen
 from cbatch.model.config import UnsupportedConfig, read_model_config
 from cbatch.model.formats.quantized import settings_of
 from cbatch.model.load_plan import LoadPlan
-from cbatch.model.loader import with_head
+from cbatch.model.loader import calibration_ids, check_folder, with_head
 from cbatch.model.ops.program import Program
 from cbatch.model.tensor_files import Tensors
 from cbatch.model.tensor_names import names_in_files
+from cbatch.text.isolated import load_tokenizer
 
 _SHARD_BYTES = 4 * 2**30
 
@@ -45,41 +47,58 @@ def write_quantized(plan: LoadPlan, target: Path) -> str:
 
     plan: names the model, what its weights are rounded to, and the device that rounds them
 
-    Raises ConfigError for a model that has no such form, and OSError if the folder cannot be written.
+    Raises ModelError for a model that cannot be read, and ConfigError for one that has no such form, and if the folder
+    cannot be written.
     """
-    source, quantize = plan.source, plan.quantize
-    assert quantize is not None
+    source = plan.source
     if target.exists():
         raise ConfigError(f"{target} exists; name a new folder.")
+    check_source(source)
     if is_gguf(source):
         raise ConfigError(f"{source} is quantized already.")
-    folder = model_folder(reachable_source(source, plan.revision), plan.revision, [*_COPIED, *WEIGHT_FILES])
-    config = read_model_config(folder)
-    if settings_of(config) is not None:
-        raise ConfigError(f"{source} is quantized already.")
-    tensors = Tensors(folder)
+    check_folder(source)
     try:
-        read_config, program, _ = with_head(config, tensors)
-        make = partial(calibrated, read_config, tensors, plan.device, plan.ids)
-        weights = make(in_8_bits=quantize.weights == "int8")
-        if quantize.weights == "auto" and chosen(weights) == "int8":
-            weights = make(in_8_bits=True)
+        folder = model_folder(reachable_source(source, plan.revision), plan.revision, [*_COPIED, *WEIGHT_FILES])
+        config, tensors = read_model_config(folder), Tensors(folder)
+        if settings_of(config) is not None:
+            raise ConfigError(f"{source} is quantized already.")
+        program, weights = _rounded(
+            replace(plan, ids=calibration_ids(load_tokenizer(str(folder), None))), config, tensors
+        )
     except UnsupportedConfig as error:
         raise ConfigError(f"{source} cannot be quantized: {error}.") from error
+    except CbatchError:
+        raise
+    except Exception as error:
+        raise ModelError(f"Cannot load {source}: {in_short(error)}.") from error
     if weights is None:
         raise ConfigError(f"{source} has matrices that are changed when they are loaded; use --quantize where it runs.")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f"{target.name}.", dir=target.parent) as beside:
-        made = Path(beside) / target.name
-        made.mkdir()
-        for path in (path for pattern in _COPIED for path in folder.glob(pattern)):
-            if path.is_file() and path.name != WEIGHTS_INDEX:
-                shutil.copyfile(path, made / path.name)
-        settings = _write_weights(source, program, tensors, weights, made)
-        (made / "config.json").write_text(json.dumps({**config, "quantization_config": settings}, indent=2))
-        made.replace(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f"{target.name}.", dir=target.parent) as beside:
+            made = Path(beside) / target.name
+            made.mkdir()
+            for path in (path for pattern in _COPIED for path in folder.glob(pattern)):
+                if path.is_file() and path.name != WEIGHTS_INDEX:
+                    shutil.copyfile(path, made / path.name)
+            settings = _write_weights(source, program, tensors, weights, made)
+            (made / "config.json").write_text(json.dumps({**config, "quantization_config": settings}, indent=2))
+            made.replace(target)
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error.strerror or error}.") from error
     size, before = (sum(path.stat().st_size for path in weight_files(one)) for one in (target, folder))
     return f"{target} has weights of {format_bytes(size)}, {source} of {format_bytes(before)}."
+
+
+def _rounded(plan: LoadPlan, config: dict[str, Any], tensors: Tensors) -> tuple[Program, CalibratedWeights | None]:
+    """A model's program, and its weights as they are to be rounded."""
+    assert plan.quantize is not None
+    config, program, _ = with_head(config, tensors)
+    make = partial(calibrated, config, tensors, plan.device, plan.ids)
+    weights = make(in_8_bits=plan.quantize.weights == "int8")
+    if plan.quantize.weights == "auto" and chosen(weights) == "int8":
+        weights = make(in_8_bits=True)
+    return program, weights
 
 
 def _write_weights(

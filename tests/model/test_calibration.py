@@ -151,7 +151,9 @@ def test_compressed_tensors_reads_what_is_written(tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_shards_and_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_and_refusals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Weights in several files are found by their index; what cannot be written leaves nothing behind."""
     monkeypatch.setattr("cbatch.model.quantize._SHARD_BYTES", 2**16)
     folder, written = folder_of(tmp_path / "model", tiny_model()), tmp_path / "written"
@@ -161,6 +163,10 @@ def test_shards_and_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert model_in(written, None).formats == {INT4_ZEROS, INT8}
     assert run_command(["quantize", str(written), "-o", str(tmp_path / "again"), "--device", "cpu"]) == 2
     assert run_command(["quantize", str(folder), "-o", str(written), "--device", "cpu"]) == 2
+    assert run_command(["quantize", str(tmp_path / "none"), "-o", str(tmp_path / "again")]) == 2
+    assert run_command(["quantize", str(folder), "-o", "/proc/none/made", "--quantize", "int8"]) == 2
+    told = capsys.readouterr().err
+    assert f"There is no model folder {tmp_path / 'none'}." in told and "/proc/none/made cannot be written: No" in told
     transposed = folder_of(tmp_path / "gpt2", replace(saved_model("gpt2")))
     with pytest.raises(ConfigError, match="in a form that compressed-tensors does not have"):
         write_quantized(LoadPlan(str(transposed), quantize=INT4_WEIGHTS), tmp_path / "other")

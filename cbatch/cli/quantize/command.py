@@ -1,4 +1,4 @@
-"""`cbatch quantize`: writes a model with rounded weights, which vLLM and transformers read too."""
+"""`cbatch quantize`: writes a model with rounded weights, which transformers reads too."""
 
 from __future__ import annotations
 
@@ -23,17 +23,13 @@ from cbatch.cli.common.console import notice
 def quantize(model: str, output: str, weights: str, revision: str | None, device: str, quiet: bool) -> Literal[0]:
     """Round the weights of MODEL once, and write it to FOLDER in the format of compressed-tensors.
 
-    FOLDER holds the integers that --quantize makes of MODEL when it is loaded. cbatch, vLLM and transformers read it.
+    FOLDER holds the integers that --quantize makes of MODEL when it is loaded. cbatch and transformers read it, and
+    what else knows that format.
     """
-    from dataclasses import replace
-
     from cbatch.model.load_plan import LoadPlan
-    from cbatch.model.loader import calibration_ids
     from cbatch.model.quantize import write_quantized
-    from cbatch.text.isolated import load_tokenizer
 
     plan = LoadPlan.of(EngineConfig(model=model, revision=revision, device=device, quantize=weights))
-    plan = replace(plan, ids=calibration_ids(load_tokenizer(model, revision)))
     about = write_quantized(plan, Path(output))
     if not quiet:
         notice(about)
