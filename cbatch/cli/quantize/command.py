@@ -11,6 +11,7 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.quantization import WEIGHTS
 from cbatch.cli.common.configured_command import ConfiguredCommand
 from cbatch.cli.common.console import notice
+from cbatch.cli.common.loading import print_notices
 
 
 @click.command("quantize", cls=ConfiguredCommand)
@@ -29,6 +30,7 @@ def quantize(model: str, output: str, weights: str, revision: str | None, device
     from cbatch.model.load_plan import LoadPlan
     from cbatch.model.quantize import write_quantized
 
+    print_notices(quiet=quiet)
     plan = LoadPlan.of(EngineConfig(model=model, revision=revision, device=device, quantize=weights))
     about = write_quantized(plan, Path(output))
     if not quiet:
