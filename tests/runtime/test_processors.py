@@ -197,6 +197,7 @@ def test_an_engine_that_is_loaded_beside_a_step_gets_all_threads() -> None:
         assert torch.get_num_threads() == 1 and cpu.num_threads() == 5
         with cpu.single_threaded():
             assert cpu.num_threads() == 5
+        assert torch.get_num_threads() == 1, "the inner end gave the threads back"
         cpu.choose_threads()
         assert cpu.num_threads() == 2
     assert torch.get_num_threads() == cpu.num_threads() == 2
