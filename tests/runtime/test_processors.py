@@ -148,8 +148,8 @@ def test_files_that_say_nothing(junk: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
 def test_systems_without_such_files(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the start there: a question that this system does not know is no error."""
-    monkeypatch.setattr("sys.platform", platform)
     monkeypatch.setattr("psutil.cpu_count", lambda logical: 4)
+    monkeypatch.setattr("sys.platform", platform)
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     found = read_processors()
