@@ -19,7 +19,7 @@ class Quantization:
     """Weights that are kept as integers.
 
     weights:     int8: a byte each; int4: half a byte each, but the head stays int8. Groups of 32 numbers of a column
-                 have a scale, and zero points if the model is rounded by what goes through it (`model/calibration.py`).
+                 have a scale, and zero points if the model is rounded by what goes through it (`model/rounding`).
                  auto: int4 if that is near enough to the model, else int8. stored: as the file has them
     activations: how rows are rounded before they are multiplied. int8: to a byte, with a scale for each 32 numbers,
                  and the largest of a row to two. bf16: to 16 bits, which loses nothing that bfloat16 has. fp8: to e4m3,

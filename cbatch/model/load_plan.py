@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("cbatch")
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo"
-CALIBRATION_TEXT = Path(__file__).with_name("calibration.txt")
+CALIBRATION_TEXT = Path(__file__).parent / "rounding" / "calibration.txt"
 """Prose, talk, code and tables, by whose tokens weights are rounded to 4 bits."""
 
 CPU = torch.device("cpu")
@@ -144,7 +144,7 @@ class LoadPlan:
         """
         rounded = None
         if quantize is not None and quantize.weights in ("int4", "auto") and isinstance(tensors, Tensors):
-            from cbatch.model.calibration import calibrated, chosen
+            from cbatch.model.rounding.calibration import calibrated, chosen
 
             rounded = calibrated(config, tensors, self.device, self.ids)
             if quantize.weights == "auto":

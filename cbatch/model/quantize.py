@@ -26,12 +26,12 @@ from cbatch.base.hub import is_gguf, reachable_source
 from cbatch.base.model_files import WEIGHT_FILES, WEIGHTS_INDEX, check_source, model_folder, weight_files
 from cbatch.base.units import format_bytes
 from cbatch.kernels.formats import GROUP, INT8, Integers
-from cbatch.model.calibration import CalibratedWeights, RoundedMatrix, calibrated, chosen
 from cbatch.model.config import UnsupportedConfig, read_model_config
 from cbatch.model.formats.quantized import settings_of
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import calibration_ids, check_folder, with_head
 from cbatch.model.ops.program import Program
+from cbatch.model.rounding.calibration import CalibratedWeights, RoundedMatrix, calibrated, chosen
 from cbatch.model.tensor_files import Tensors
 from cbatch.model.tensor_names import names_in_files
 from cbatch.text.isolated import load_tokenizer

@@ -30,7 +30,6 @@ from cbatch.kernels.formats import INT4_ZEROS, INT8, Integers
 from cbatch.kernels.operands import ExpertWeights, Routing
 from cbatch.model.cuda import CudaModel
 from cbatch.model.device_weights import DeviceWeights
-from cbatch.model.error_feedback import in_parts, moments_of, rounded_to_4_bits
 from cbatch.model.families import read_program
 from cbatch.model.ops.attention import PrepareHeads
 from cbatch.model.ops.device_kernel import DeviceKernel, DeviceOps
@@ -39,6 +38,7 @@ from cbatch.model.ops.linear import Linear
 from cbatch.model.ops.products import linear
 from cbatch.model.ops.program import Program
 from cbatch.model.program_model import check_weights, resolved
+from cbatch.model.rounding.error_feedback import in_parts, moments_of, rounded_to_4_bits
 from cbatch.model.stored import Packing, Rows, StoredMatrix, StoredWeights, rows_of
 from cbatch.model.tensor_files import Tensors
 from cbatch.model.weight import Matrix, Weight

@@ -17,13 +17,13 @@ from cbatch.base.errors import ConfigError
 from cbatch.base.quantization import Quantization
 from cbatch.cli.main import run_command
 from cbatch.kernels.formats import INT4, INT4_ZEROS, INT8, quantized
-from cbatch.model import calibration, error_feedback
-from cbatch.model.calibration import calibrated
 from cbatch.model.cpu import CpuModel
-from cbatch.model.error_feedback import rounded_to_4_bits
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import load_fast_model
 from cbatch.model.quantize import write_quantized
+from cbatch.model.rounding import calibration, error_feedback
+from cbatch.model.rounding.calibration import calibrated
+from cbatch.model.rounding.error_feedback import rounded_to_4_bits
 from cbatch.model.tensor_files import Tensors
 from tests.support.programs import PROMPT, SavedModel, logits_in_chunks, saved_model
 from tests.support.quantized_folders import tiny_model

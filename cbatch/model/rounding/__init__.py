@@ -1,0 +1,1 @@
+"""Rounding the matrices of a model to 4 bits by what goes through it."""
