@@ -361,7 +361,7 @@ class Engine(AbstractContextManager["Engine"]):
         return scores(await self._acomplete(len(requests), lambda: requests))
 
     def classify(self, texts: Any, continuations: Any = None, *, lora: str = "") -> Any:
-        """What the model's classification head says of a text, a `Classification`, or of each of several.
+        """Classifies a text by the model's classification head, into a `Classification`, or each of several.
 
         texts:         as `score` takes them; a query, for rerankers
         continuations: texts that follow, as `score` takes them, with the same lists as the result; documents, for these

@@ -34,5 +34,10 @@ class Quantization:
     def keeps_stored(self) -> bool:
         return self.weights == STORED
 
+    @property
+    def tries_4_bits(self) -> bool:
+        """Whether weights are rounded to 4 bits, at least to see what that loses."""
+        return self.weights in ("int4", "auto")
+
     def __str__(self) -> str:
         return f"{self.weights} with {self.activations} activations"

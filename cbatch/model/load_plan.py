@@ -143,7 +143,7 @@ class LoadPlan:
         files, fingerprint: what the weights come from, by which a cache finds them packed
         """
         rounded = None
-        if quantize is not None and quantize.weights in ("int4", "auto") and isinstance(tensors, Tensors):
+        if quantize is not None and quantize.tries_4_bits and isinstance(tensors, Tensors):
             from cbatch.model.rounding.calibration import calibrated, chosen
 
             rounded = calibrated(config, tensors, self.device, self.ids)
@@ -161,31 +161,28 @@ class LoadPlan:
                 config, weights, dtype, self.device, ops, quantize=quantize, part=self.part
             )
         else:
-            model = self._cpu_model(config, weights, dtype, quantize, files, fingerprint)
+            from cbatch.model.cpu import CpuModel
+
+            shared = self._packed_file(dtype, quantize, files, fingerprint)
+            model = CpuModel(config, weights, dtype, quantize=quantize, shared=shared, kv_dtype=self.kv_dtype)
         if rounded is not None:
             rounded.forget()
         return model
 
-    def _cpu_model(
-        self,
-        config: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
-        dtype: torch.dtype,
-        quantize: Quantization | None,
-        files: Sequence[Path],
-        fingerprint: Callable[[], str],
-    ) -> CpuModel:
-        from cbatch.model.cpu import CpuModel
+    def _packed_file(
+        self, dtype: torch.dtype, quantize: Quantization | None, files: Sequence[Path], fingerprint: Callable[[], str]
+    ) -> PackedFile | None:
+        """Where the weights of a CPU's model are kept packed; None without a cache. See `fast_model`."""
+        if self.weight_cache is None:
+            return None
         from cbatch.model.ops.cpu_layout import PACKING
 
-        shared = None
-        if self.weight_cache is not None:  # the fingerprint is of samples; sizes and times notice any other change
-            times = [(status.st_size, status.st_mtime_ns) for status in (path.stat() for path in files)]
-            content = {"packing": PACKING, "model": fingerprint(), "files": times, "dtype": str(dtype)}
-            weights: dict[str, Any] = {"quantize": None if quantize is None else quantize.weights}
-            weights["rounding"] = _ROUNDING, zlib.crc32(repr(self.ids).encode())
-            shared = PackedFile(self.weight_cache, content | weights)
-        return CpuModel(config, tensors, dtype, quantize=quantize, shared=shared, kv_dtype=self.kv_dtype)
+        # The fingerprint is of samples; sizes and times notice any other change.
+        times = [(status.st_size, status.st_mtime_ns) for status in (path.stat() for path in files)]
+        content = {"packing": PACKING, "model": fingerprint(), "files": times, "dtype": str(dtype)}
+        weights: dict[str, Any] = {"quantize": None if quantize is None else quantize.weights}
+        weights["rounding"] = _ROUNDING, zlib.crc32(repr(self.ids).encode())
+        return PackedFile(self.weight_cache, content | weights)
 
 
 def choose_dtype(

@@ -160,7 +160,7 @@ def _load(plan: LoadPlan) -> LoadedModel:
     check_folder(plan.source)
     plan = replace(plan, source=reachable_source(plan.source, plan.revision))
     folder, config, settings, defaults = _checked_settings(plan)
-    is_calibrated = plan.quantize is not None and plan.quantize.weights in ("int4", "auto")
+    is_calibrated = plan.quantize is not None and plan.quantize.tries_4_bits
     found = load_tokenizer(plan.source, plan.revision) if is_calibrated or not plan.part.rank else None
     tokenizer = _checked_tokenizer(plan, None if plan.part.rank else found)
     if is_calibrated:

@@ -533,7 +533,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Classification:
-    """What a model's classification head says of a text.
+    """The findings of a model's classification head about a text.
 
     labels: their names, as in the model's config.json
     scores: of each label, behind the model's activation

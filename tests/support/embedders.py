@@ -34,10 +34,15 @@ def save_embedder(folder: Path, name: str = "Qwen3", *, appends_end: bool = Fals
         end = tokenizer.eos_token
         template = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, tokenizer.eos_token_id)])
         tokenizer.backend_tokenizer.post_processor = template
+    return save_network(folder, name, "Model", tokenizer, **settings)
+
+
+def save_network(folder: Path, name: str, task: str, tokenizer: Any, **settings: Any) -> Path:
+    """Writes a model of a family, and a tokenizer. task: the end of its class's name"""
     kind = "Gemma3Text" if name == "Gemma3" else name
     sizes = {"vocab_size": len(tokenizer), "head_dim": 16, "sliding_window": None, "eos_token_id": 2}
     config = getattr(transformers, f"{kind}Config")(**COMMON | sizes | settings)
-    network = getattr(transformers, f"{kind}Model")(config).eval()
+    network = getattr(transformers, kind + task)(config).eval()
     draw_weights(network)
     network.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -66,7 +66,6 @@ _LEAST_TOKENS = 128
 _MOST_ON_CPU = 2 * 10**9
 """Numbers of matrices, above which a CPU would take many minutes."""
 
-
 _LONG = 10**8
 """Numbers of matrices, from which on people are told why they wait."""
 
@@ -246,7 +245,7 @@ def calibrated(
 
 
 def chosen(weights: CalibratedWeights | None) -> str:
-    """What `--quantize auto` takes: int4 if it is near enough to the model, else int8. weights: rounded to 4 bits"""
+    """The choice of `--quantize auto`: int4 if it is near enough to the model, else int8. weights: rounded to 4 bits"""
     lost = math.inf if weights is None else weights.divergence()
     name = "int4" if lost <= MOST_DIVERGENCE else "int8"
     _log.warning("Weights are quantized to %s: int4 changes the next token's probabilities by %.3f nats.", name, lost)
