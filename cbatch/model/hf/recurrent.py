@@ -437,7 +437,7 @@ CONVENTIONS: dict[str, Adapt] = {
     "xLSTMBlock": _xlstm,
     "RecurrentGemmaRecurrentBlock": _recurrent_gemma,
 }
-"""Functions that run modules of these classes in a step: of a module, its `forward`, its number, cache and arguments."""
+"""Functions that run modules of these classes in a step: of a module, its `forward`, number, cache and arguments."""
 
 
 def modules_with_conventions(network: nn.Module) -> list[tuple[nn.Module, Adapt]]:
