@@ -152,6 +152,8 @@ class ModelRunner:
     def _forward(self, batch: RaggedBatch) -> Logits:
         if batch.states is not None:
             batch.states.prepare()
+        if batch.copies is not None:
+            self.kv_cache.copy_blocks(batch.copies)
         if self._graphs is not None and (logits := self._graphs.forward(batch)) is not None:
             return logits
         return self.model.forward(batch, self.kv_cache, self.attention)

@@ -171,6 +171,7 @@ class RaggedBatch:
     states         where the chunks have the states of recurrent layers; None for a model without such layers
     adapters       [T] int64, number of each token's LoRA adapter, 0 for none; None if no token has one
     pooled         tokens that are summed for embeddings; None if there are none
+    copies         [N, 2] int64, blocks to copy before the step, and where to; None if there are none
 
     sampling_params returns the parameters of the requests that get a token, packed (`sampler.pack_sampling_params`),
     for a step that samples by itself; None if something changes the logits before.
@@ -193,6 +194,7 @@ class RaggedBatch:
     states: StepStates | None = None
     adapters: NDArray[np.int64] | None = None
     pooled: PooledRows | None = None
+    copies: NDArray[np.int64] | None = None
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
@@ -264,7 +266,7 @@ class RaggedBatch:
         sampling_params:  see `RaggedBatch`
         state_pool:       of a model with recurrent layers
         """
-        sequences, starts, stops, _, blocks, _, states, drafts, _, _ = zip(*scheduled.chunks, strict=True)
+        sequences, starts, stops, _, blocks, _, states, drafts, _, _, _ = zip(*scheduled.chunks, strict=True)
         are_sampled = [chunk.is_sampled for chunk in scheduled.chunks]
         # numpy: torch takes longer, and each of its operations lets other threads take the interpreter.
         furthest = np.array(stops)
@@ -294,12 +296,16 @@ class RaggedBatch:
             device_tokens = DeviceTokens(in_flight_tokens.tokens, ends[unknown] - 1, token_rows)
             if in_flight_tokens.tokens.device.type == "cpu":
                 ids[device_tokens.places], device_tokens = in_flight_tokens.tokens.numpy()[device_tokens.rows], None
+        copied = [
+            (one.source, one.blocks[one.start // block_size]) for one in scheduled.chunks if one.source is not None
+        ]
         adapters = [sequence.request.adapter_number for sequence in sequences]
         token_adapters = np.array(adapters)[chunk_of] if any(adapters) else None
         step_states = None if state_pool is None else StepStates.of(state_pool, starts, states)
         return cls(
             ids, positions, slots, rows, table, starts, stops, device, scoring, device_tokens, sampling_params,
             step_states, token_adapters, _pooled_rows(scheduled.chunks, to_places),
+            np.array(copied, np.int64) if copied else None,
         )  # fmt: skip
 
 

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.runtime.cpu import empty_tensor
 from cbatch.runtime.memory import use_small_pages
+from cbatch.runtime.transfer import to_device
 
 _SMALL_BYTES = 2**21
 """At the beginning of each layer's part on a CPU, which the first tokens fill. In large pages, the first token of all
@@ -103,6 +106,15 @@ class KVCache:
             make, places = partial(empty_tensor, dtype=dtype), list(zip(shapes, devices, strict=True))
             self.keys = [make(num_blocks, *shape, device=place) for (shape, _), place in places]
             self.values = [make(num_blocks, *shape, device=place) for (_, shape), place in places]
+
+    def copy_blocks(self, pairs: NDArray[np.int64]) -> None:
+        """Copies whole blocks, in every layer.  pairs: [N, 2], a block and the one that becomes like it"""
+        columns = [np.ascontiguousarray(column) for column in pairs.T]
+        places = {device: to_device(columns, device) for device in {part.device for part in self.keys}}
+        for part in (*self.keys, *self.values):
+            sources, targets = places[part.device]
+            stored = as_bytes(part)
+            stored[targets] = stored[sources]
 
 
 def _stacked(

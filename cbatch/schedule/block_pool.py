@@ -32,6 +32,8 @@ class BlockPool:
         self._last_content = ROOT
         self.cached_contents: dict[int, int] = {}
         """The blocks that can be found, by their content numbers."""
+        self._begun: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._begun_keys: dict[int, tuple[int, tuple[int, ...]]] = {}
         self.on_evict: Callable[[int], None] | None = None
         """Called with the content number of each block that leaves the prefix cache."""
 
@@ -77,7 +79,7 @@ class BlockPool:
             self._references[block] -= 1
             if self._references[block] == 0:
                 self._free[block] = None
-                self._free.move_to_end(block, last=self._keys[block] is not None)
+                self._free.move_to_end(block, last=self._keys[block] is not None or block in self._begun_keys)
 
     def get_cached_blocks(
         self, token_ids: Sequence[int], kind: int = 0, most: int | None = None, behind: Sequence[int] = ()
@@ -124,9 +126,34 @@ class BlockPool:
             else:  # computed twice, side by side: what follows is the same
                 self._contents[block] = self._contents[same]
 
+    def cache_begun_block(self, blocks: Sequence[int], token_ids: Sequence[int], stop: int, kind: int = 0) -> int:
+        """Caches the last tokens before `stop`, which begin a block, and returns this block.
+
+        Others can have a copy of the block, but not hold it, since tokens of its owner follow in it.
+
+        kind: see `get_cached_blocks`
+        """
+        block, key = blocks[stop // self.block_size], self._begun_key(blocks, token_ids, stop, kind)
+        if key[0] != UNKNOWN and key not in self._begun and block not in self._begun_keys:
+            self._begun[key], self._begun_keys[block] = block, key
+        return block
+
+    def get_begun_block(self, blocks: Sequence[int], token_ids: Sequence[int], stop: int, kind: int = 0) -> int | None:
+        """The cached block that begins as `cache_begun_block` says; None if there is none."""
+        return self._begun.get(self._begun_key(blocks, token_ids, stop, kind))
+
+    def _begun_key(
+        self, blocks: Sequence[int], token_ids: Sequence[int], stop: int, kind: int
+    ) -> tuple[int, tuple[int, ...]]:
+        full = stop // self.block_size
+        before = self._contents[blocks[full - 1]] if full else _root(kind)
+        return before, tuple(token_ids[full * self.block_size : stop])
+
     def evict(self, blocks: Sequence[int]) -> None:
         """Removes blocks from the prefix cache."""
         for block in blocks:
+            if (begun := self._begun_keys.pop(block, None)) is not None:
+                del self._begun[begun]
             if (key := self._keys[block]) is not None:
                 del self._known[key]
                 self._keys[block] = None
@@ -140,6 +167,7 @@ class BlockPool:
         assert all((count == 0) == (block in self._free) for block, count in enumerate(self._references))
         assert all(self._keys[block] == key for key, block in self._known.items())
         assert sum(key is not None for key in self._keys) == len(self._known), "a key leads to another block"
+        assert {block: key for key, block in self._begun.items()} == self._begun_keys
         assert self.cached_contents == {self._contents[block]: block for block in self._known.values()}
 
 

@@ -22,6 +22,7 @@ class ScheduledChunk(NamedTuple):
     state:    of a model with recurrent layers
     caught_up: known tokens that are computed with the last one (see `TokenSequence.num_to_catch_up`)
     to_pool:  positions whose hidden states are summed for an embedding
+    source:   a block that is copied to the chunk's first one before the step, for the tokens there before `start`
     """
 
     sequence: TokenSequence
@@ -34,6 +35,7 @@ class ScheduledChunk(NamedTuple):
     draft: tuple[int, ...] = ()
     caught_up: int = 0
     to_pool: range = range(0)
+    source: int | None = None
 
     @classmethod
     def of(cls, sequence: TokenSequence, most: int, state: ChunkState | None = None) -> ScheduledChunk:
@@ -74,7 +76,7 @@ class ScheduledChunk(NamedTuple):
 class SchedulerOutput:
     """The chunks of one step, at most one for each request.
 
-    admitted: requests that took over blocks, which the step itself may compute; most were admitted to it
+    admitted: requests that took over blocks, which the step itself may compute, or a copy; most were admitted to it
     """
 
     chunks: list[ScheduledChunk] = field(default_factory=list)

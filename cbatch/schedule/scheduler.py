@@ -136,7 +136,7 @@ class Scheduler:
         self._admission.running_changed()
         budget, states = self.max_batch_tokens, self.states
         states.begin_step(self.running, budget - self.max_seqs)
-        preempted, is_refused = set[TokenSequence](), False
+        preempted, is_refused, filled = set[TokenSequence](), False, set[int]()
         running = sorted([(schedule_key(sequence), sequence) for sequence in self.running])
         prompts = PrefillBudget(self.prefill_limit, running, states.multiple, self._max_scored)
         order = heapq.merge(running, self._waiting_in_order(preempted)) if self.waiting else running
@@ -158,10 +158,20 @@ class Scheduler:
                 preempted.update(self._admit(sequence))
                 is_refused = not sequence.is_running
                 scheduled.admitted += [] if is_refused else [sequence]
+            source, ahead = None, 0
             if pending and sequence.is_running:
-                allowed = prompts.allow_scores(sequence, allowed)
-            if sequence.is_running and allowed:
+                if (source := self._begun_block(sequence)) in filled:
+                    continue  # by this step, so that the next one can copy it
+                ahead = sequence.num_shared - sequence.num_computed if source is not None else 0
+                allowed = prompts.allow_scores(sequence, allowed + ahead) - ahead
+            if sequence.is_running and allowed > 0:
+                if source is not None:
+                    self._set_cached(sequence, sequence.num_shared)
+                    scheduled.admitted.append(sequence)
                 chunk = self._schedule_chunk(sequence, allowed)
+                if pending and sequence.num_shared:
+                    chunk = chunk._replace(source=source)
+                    filled.update(self._cache_begun_block(chunk))
                 scheduled.chunks.append(chunk)
                 budget -= chunk.stop - chunk.start
                 prompts.take(chunk, is_prompt=bool(pending))
@@ -193,6 +203,31 @@ class Scheduler:
         if self.prefix_cache and start // size < stop // size:
             self.pool.cache_full_blocks(sequence.blocks, sequence.token_ids, start, stop, sequence.cache_kind)
             self.states.publish(sequence)
+
+    def _cache_begun_block(self, chunk: ScheduledChunk) -> Sequence[int]:
+        """Caches the end of what choices share if a chunk computes it, and to copy it spares a block's work at least.
+
+        Returns the block that holds it, if it did.
+        """
+        sequence, size, end = chunk.sequence, self.pool.block_size, chunk.sequence.num_shared
+        if not (chunk.start < end <= chunk.stop) or not self.prefix_cache or sequence.state is not None:
+            return ()
+        if end % size * (len(sequence.request.tails) - 1) < size:
+            return ()
+        return [self.pool.cache_begun_block(chunk.blocks, sequence.token_ids, end, sequence.cache_kind)]
+
+    def _begun_block(self, sequence: TokenSequence) -> int | None:
+        """A block with all that a choice shares with others, beside the full blocks, if it lacks only that."""
+        size, end = self.pool.block_size, sequence.num_shared
+        if not (end - end % size <= sequence.num_computed < end) or sequence.state is not None:
+            return None
+        return self.pool.get_begun_block(sequence.blocks, sequence.token_ids, end, sequence.cache_kind)
+
+    def _set_cached(self, sequence: TokenSequence, tokens: int) -> None:
+        """Lets a running prompt go on behind its first `tokens`, which others have computed."""
+        if sequence.num_generated == 0 and sequence.num_preemptions == 0:
+            sequence.num_cached += tokens - sequence.num_computed
+        sequence.num_computed = tokens
 
     def shrink(self, num_tokens: int) -> bool:
         """Halves the size of steps, from `num_tokens`, which did not fit in memory; False if that is 1."""
@@ -280,7 +315,7 @@ class Scheduler:
         size = self.pool.block_size
         for chunk in scheduled.chunks:
             sequence = chunk.sequence
-            self.pool.evict(chunk.blocks[chunk.start // size : chunk.stop // size])
+            self.pool.evict(chunk.blocks[chunk.start // size : self.pool.blocks_for(chunk.stop)])
             sequence.num_output_placeholders -= chunk.is_last
             sequence.num_drafted = 0
             self.states.rollback(chunk)
@@ -355,9 +390,7 @@ class Scheduler:
         self.pool.touch(found)
         self.pool.free(own[start:stop])
         sequence.blocks = [*own[:start], *found, *own[stop:]]
-        if sequence.num_generated == 0 and sequence.num_preemptions == 0:
-            sequence.num_cached += stop * size - sequence.num_computed
-        sequence.num_computed = stop * size
+        self._set_cached(sequence, stop * size)
         self._admission.running_changed()
         return True
 

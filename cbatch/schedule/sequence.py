@@ -272,6 +272,11 @@ class TokenSequence:
         return min(self.next_to_score, last) if self.has_unscored_prompt else last
 
     @property
+    def num_shared(self) -> int:
+        """How many tokens at its beginning can be those of other choices of its request, too; 0 if it is no choice."""
+        return self.scored_from - 1 if self.request.tails else 0
+
+    @property
     def forced_token(self) -> int | None:
         """A token that comes next whatever a step would say. Where log-probabilities are wanted, steps give it."""
         if self.guide is None or self.num_output_placeholders or self.params.logprobs is not None:

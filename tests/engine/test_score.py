@@ -127,6 +127,18 @@ def test_several_continuations_of_each_text(engine: Engine, network: Any, tokeni
     assert computed < len(ids[0]) + len(ids[1]) + 4 * (engine.limits.block_size + 10)
 
 
+def test_choices_copy_the_block_that_their_text_ends_in(engine: Engine, network: Any) -> None:
+    """Guards choices against each other's tokens, and computing more of the shared text than one token."""
+    size = engine.limits.block_size
+    context = [one % 90 + 3 for one in range(7 * size - 1)]
+    choices = [[token, token + 1, 5][: 2 + token % 2] for token in range(10, 16)]
+    before = engine.stats().num_cached_tokens
+    (scores,) = engine.score([context], [choices])
+    for choice, score in zip(choices, scores, strict=True):
+        check(score, network, [*context, *choice], len(context))
+    assert engine.stats().num_cached_tokens - before == (len(choices) - 1) * (len(context) - 1)
+
+
 def test_a_first_token_has_something_before_it(engine: Engine, network: Any) -> None:
     """Guards single tokens and empty contexts: the token that begins texts comes before them."""
     bos = engine.tokenizer.encode("")[0] if engine.tokenizer else 0

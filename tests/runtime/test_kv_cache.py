@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from cbatch.base.errors import ConfigError
 from cbatch.base.units import parse_memory
-from cbatch.runtime.kv_cache import KVCache
+from cbatch.runtime.kv_cache import FP8, U8, KVCache, as_bytes
 from cbatch.runtime.state_pool import StatePool, StateShape
 
 GIB = 2**30
@@ -30,6 +31,18 @@ def test_other_amounts_are_refused(text: str) -> None:
     """Guards against a cache of a size that was not requested."""
     with pytest.raises(ConfigError, match="not an amount of memory"):
         parse_memory(text, 1000)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, U8, FP8])
+def test_blocks_are_copied_in_every_layer(dtype: torch.dtype) -> None:
+    """Guards keys and values of every layer of a copied block, and those of all other blocks."""
+    cache = KVCache([((4, 3), (5, 4)), ((4, 2), (2, 4))], 4, 4, dtype, CPU)
+    for number, part in enumerate([*cache.keys, *cache.values]):
+        as_bytes(part).copy_(torch.arange(4).view(-1, 1, 1) + 10 * number)
+    cache.copy_blocks(np.array([[0, 3], [1, 2]]))
+    for number, part in enumerate([*cache.keys, *cache.values]):
+        expected = torch.tensor([0, 1, 1, 0]).view(-1, 1, 1) + 10 * number
+        assert torch.equal(as_bytes(part).int(), expected.int().expand(part.shape))
 
 
 def test_layers_lie_in_one_tensor() -> None:

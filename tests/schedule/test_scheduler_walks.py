@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cbatch.schedule.block_pool import BlockPool
-from cbatch.schedule.output import SchedulerOutput
+from cbatch.schedule.output import ScheduledChunk, SchedulerOutput
 from cbatch.schedule.scheduler import Scheduler
 from cbatch.schedule.state_slots import Snapshot, StateSlots
 from tests.support.scheduler_simulation import RandomWalk
@@ -29,7 +29,10 @@ COMMON = "failed steps,NaN requests,cancelled running,shared blocks,preemptions"
 
 @pytest.mark.parametrize(
     ("recurrent", "names"),
-    [(False, "shrinks,limits,cancelled waiting,finished by stop,finished by length"), (True, "failed late,snapshots")],
+    [
+        (False, "copied blocks,shrinks,limits,cancelled waiting,finished by stop,finished by length"),
+        (True, "failed late,snapshots"),
+    ],
 )
 def test_random_walks_meet_everything(recurrent: bool, names: str) -> None:
     """Guards outputs against other requests, blocks and slots against two owners, and requests against starving.
@@ -79,6 +82,20 @@ def keep_running_after_the_end(self: Scheduler, scheduled: SchedulerOutput, resu
     return events
 
 
+def keep_what_begins_a_block(self: BlockPool, blocks: Sequence[int]) -> None:
+    """Goes on to offer copies of a block that has another owner now."""
+    begun = self._begun.copy(), self._begun_keys.copy()
+    evict(self, blocks)
+    self._begun, self._begun_keys = begun
+
+
+def copy_at_once(self: Scheduler, chunk: ScheduledChunk) -> Sequence[int]:
+    """Lets a choice copy a block in the step that fills it."""
+    cache_begun_block(self, chunk)
+    return ()
+
+
+evict, cache_begun_block = BlockPool.evict, Scheduler._cache_begun_block
 cache_full_blocks, rollback, update_from_output = (
     BlockPool.cache_full_blocks,
     Scheduler.rollback,
@@ -87,6 +104,8 @@ cache_full_blocks, rollback, update_from_output = (
 FAULTS: list[tuple[type, str, Any]] = [
     (BlockPool, "free", free_too_early),
     (BlockPool, "cache_full_blocks", cache_too_early),
+    (BlockPool, "evict", keep_what_begins_a_block),
+    (Scheduler, "_cache_begun_block", copy_at_once),
     (Scheduler, "rollback", roll_back_but_leave_cached),
     (Scheduler, "update_from_output", keep_running_after_the_end),
 ]

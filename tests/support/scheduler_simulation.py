@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from cbatch.base.outputs import FinishReason, Sample, TokenEvent
-from cbatch.base.request import Request
+from cbatch.base.request import Request, ScoredTail
 from cbatch.runtime.batch import BlockTables, InFlightTokens, RaggedBatch
 from cbatch.schedule.block_pool import BlockPool
 from cbatch.schedule.limits import StepLimits
@@ -33,8 +33,8 @@ UNWRITTEN, GARBAGE, FIRST_NAN = -1, -2, -3
 """Values of a slot besides stamps, which are not negative. Each planted NaN has a number: -3, -4 and so on."""
 
 ACTIONS = {
-    "step": 60, "add": 16, "share": 14, "fork": 3, "urgent": 4, "evict": 1, "cancel": 5, "fail": 6, "nan": 2,
-    "shrink": 1, "grow": 15, "limit": 4,
+    "step": 60, "add": 16, "share": 14, "fork": 3, "choices": 4, "urgent": 4, "evict": 1, "cancel": 5, "fail": 6,
+    "nan": 2, "shrink": 1, "grow": 15, "limit": 4,
 }  # fmt: skip
 """How often each of them is drawn."""
 
@@ -231,6 +231,12 @@ class RandomWalk:
             for _ in range(draw(1, 4)):
                 self._add_request(self._suffix(longest // 2 + 1, longest), 1, draw(1, 4))
             return
+        if name == "choices":
+            prompt, count, priority = self._suffix(2, min(12, longest)), draw(2, 5), draw(1, 4)
+            for _ in range(count):
+                whole = ([*prompt, *self._suffix(1, 3)])[:longest]
+                self._add_request(whole, draw(1, 3), priority, choices=count, scored_from=min(len(prompt), len(whole)))
+            return
         suffix = self._suffix(0, 3) if name == "fork" else self._suffix(1, min(self._longest_suffix, longest))
         known, start = [*self.live.values(), *self.past], list[int]()
         if known and name != "add":  # begins like another prompt, or like its output
@@ -243,11 +249,20 @@ class RandomWalk:
     def _suffix(self, least: int, most: int) -> list[int]:
         return [self._random.randrange(3) for _ in range(self._random.randint(least, most))]
 
-    def _add_request(self, prompt: list[int], tokens: int, priority: int, stop_after: int | None = None) -> None:
+    def _add_request(
+        self,
+        prompt: list[int],
+        tokens: int,
+        priority: int,
+        stop_after: int | None = None,
+        choices: int = 0,
+        scored_from: int = 1,
+    ) -> None:
         limit = min(tokens, self.scheduler.sequence_limits.max_new_tokens(len(prompt)))
         offset = self.sizes.max_model_len if len(prompt) + limit > SHORT_CONTEXT else 0
-        request = Request(max_new_tokens=limit, priority=priority, position_offset=offset)
-        sequence = TokenSequence(self.counts["requests"], prompt, request)
+        tails = [ScoredTail((), scored_from, (), ())] * choices
+        request = Request(max_new_tokens=limit, priority=priority, position_offset=offset, tails=tails)
+        sequence = TokenSequence(self.counts["requests"], prompt, request, scored_from=scored_from)
         self.live[sequence] = OracleRequest.of(sequence, stop_after, self.sizes.vocabulary)
         self.scheduler.add(sequence)
         self.counts["requests"] += 1
@@ -295,7 +310,8 @@ class RandomWalk:
         require(len(places) == len(self.live) and {*places} == {*self.live}, "a request is lost, or in two places")
         held = Counter(block for sequence in scheduler.running for block in sequence.blocks)
         for sequence in scheduler.running:
-            require(0 < sequence.num_computed < sequence.num_tokens, "nothing computed, or nothing left to compute")
+            started = sequence.num_computed > 0 or sequence.num_shared > 0  # a choice may wait for another one
+            require(started and sequence.num_computed < sequence.num_tokens, "nothing computed, or nothing left")
             unwritten = sequence.blocks[sequence.num_computed // self.sizes.block_size :]
             require(all(held[block] == 1 for block in unwritten), "a block will be written and has two owners")
         in_flight = self._in_flight.scheduled.to_sample if self._in_flight is not None else []
@@ -315,28 +331,42 @@ class RandomWalk:
         require(len(scheduled.chunks) == len(planned) <= scheduler.max_seqs, "too many chunks, or two for one request")
         require(scheduled.num_tokens <= scheduler.max_batch_tokens, "more tokens than a step may have")
         require(planned <= set(scheduler.running), "a chunk of a request that does not run")
-        require(admitted == planned - before.keys(), "the admitted requests are not those that did not run before")
+        took = {chunk.sequence for chunk in scheduled.chunks if before.get(chunk.sequence, -1) != chunk.start}
+        require(took == admitted & planned, "the admitted requests are not those that take over something")
+        late = {one for one in scheduler.running if self._waits_for_a_copy(one, scheduled)}
+        require(admitted - planned <= late and not late & planned, "an admitted request without a chunk")
         for chunk in scheduled.chunks:
             sequence, end = chunk.sequence, chunk.stop
             wanted = sequence.num_tokens - chunk.is_last  # the placeholder of this step's token
-            require(before.get(sequence, chunk.start) == chunk.start < end <= wanted, "a chunk that does not fit")
+            require(before.get(sequence, 0) <= chunk.start < end <= wanted, "a chunk that does not fit")
+            self.counts["copied blocks"] += chunk.source is not None
             require(sequence.num_computed == end, "a chunk that does not count as computed")
             require(chunk.is_last == (end == wanted), "a wrong is_last")
             coming = sequence.num_generated + sequence.num_output_placeholders
             require(coming <= sequence.request.max_new_tokens, "a token too many is coming")
             require(end <= len(sequence.blocks) * self.sizes.block_size, "a token that has no place in the cache")
         is_limited = scheduler.states.slots is not None or scheduler.prefill_limit is not None
-        if scheduled.num_tokens < scheduler.max_batch_tokens and not is_limited:
+        spares = bool(late) or bool(took & before.keys())  # what was kept for them
+        if scheduled.num_tokens < scheduler.max_batch_tokens and not is_limited and not spares:
             whole = {chunk.sequence for chunk in scheduled.chunks if chunk.is_last}
             require(whole == set(scheduler.running), "budget is left, and a request did not get all it needs")
-        for chunk in scheduled.chunks:
-            if chunk.sequence in admitted:
-                expected = self.live[chunk.sequence]
-                expected.entered = self.counts["steps"]
-                self.counts["shared blocks"] += chunk.start // self.sizes.block_size
-                if expected.sequence.num_generated == 0 and expected.sequence.num_preemptions == 0:
-                    expected.cached = chunk.start
+        starts = {chunk.sequence: chunk.start for chunk in scheduled.chunks}
+        for sequence in admitted:
+            expected, start = self.live[sequence], starts.get(sequence, sequence.num_computed)
+            expected.entered = self.counts["steps"]
+            self.counts["shared blocks"] += start // self.sizes.block_size
+            if sequence.num_generated == 0 and sequence.num_preemptions == 0:
+                expected.cached = start - before[sequence] + expected.cached if sequence in before else start
         return scheduled
+
+    def _waits_for_a_copy(self, sequence: TokenSequence, scheduled: SchedulerOutput) -> bool:
+        """Whether a choice has no chunk, and all that it shares with another one is computed by this step."""
+        end = sequence.num_shared
+        return any(
+            chunk.sequence.num_shared == end and chunk.start < end <= chunk.stop
+            and chunk.sequence.token_ids[:end] == sequence.token_ids[:end]
+            for chunk in scheduled.chunks
+        ) and sequence not in {chunk.sequence for chunk in scheduled.chunks}  # fmt: skip
 
     def _roll_back(self, scheduled: SchedulerOutput, garbage: bool) -> None:
         for chunk in scheduled.chunks if garbage else ():
@@ -392,6 +422,8 @@ class RandomWalk:
         slots, flat, at = batch.slots, self.cache.reshape(-1), 0
         require(len(set(slots.tolist())) == len(slots), "two tokens of a step in one slot")
         self._prepare_states(scheduled)
+        for source, target in () if batch.copies is None else batch.copies.tolist():
+            self.cache[target] = self.cache[source]
         for chunk in scheduled.chunks:
             part = slice(at, at := at + chunk.num_tokens)
             expected, offset = self.live[chunk.sequence], chunk.sequence.request.position_offset
