@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
-from cbatch.runtime.tracing import TraceSummary, record_spans
+from cbatch.runtime.tracing import record_spans
+from scripts.gpu.trace_summary import TraceSummary
 
 LAUNCHES = ("forward", "sample")
 """The spans of a step in which the host gives the device something to do; a step begins with the first."""

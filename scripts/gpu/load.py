@@ -19,10 +19,12 @@ from cbatch.cli.bench.users import SLO, Figures, Scenario, run_load
 from cbatch.cli.bench.workload import LengthDistribution
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
+from cbatch.runtime.device import is_cuda
 from cbatch.runtime.tracing import StepTracer
 from scripts.benchmarks import long_prompt
 from scripts.gpu.idle import StepEvents, event_maker, gap_share
 from scripts.gpu.runs import Setup
+from scripts.gpu.trace_summary import read_summary
 
 SLO_TARGET = SLO(ttft_s=0.5, tps=50.0)
 """The promise to each user: the first token within half a second, and fifty tokens per second from then on."""
@@ -166,6 +168,7 @@ def steady(what: str, engine: SteppingEngine, sizes: Sizes) -> Steady:
     with tempfile.TemporaryDirectory() as folder:
         trace = StepTracer(Path(folder) / "trace.json", warmup=sizes.tokens // 2, steps=min(64, sizes.tokens // 4))
         decode_all(engine, sizes, trace)
+        summary = read_summary(trace.path, on_device=is_cuda(engine.device)) if trace.num_written else None
     return Steady(
         what=what,
         rows=sizes.rows,
@@ -173,7 +176,7 @@ def steady(what: str, engine: SteppingEngine, sizes: Sizes) -> Steady:
         tokens_per_s=sizes.rows * sizes.tokens / elapsed,
         step_s=idle.seconds / idle.num_steps if idle else 0.0,
         idle_share=idle.share if idle else None,
-        gap_share=gap_share(idle, trace.summary) if idle and trace.summary else None,
+        gap_share=gap_share(idle, summary) if idle and summary else None,
         error=trace.error,
     )
 

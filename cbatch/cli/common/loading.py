@@ -160,8 +160,7 @@ def tracing(path: str | None, others: Mapping[str, str | None], *, quiet: bool) 
         error = sys.exception()
         if trace.error:
             notice(trace.error)
-        elif not quiet and not isinstance(error, ReaderGone) and (trace.summary or error is None):
+        elif not quiet and not isinstance(error, ReaderGone) and (trace.num_written or error is None):
             steps = format_count(trace.num_steps, "step")
             missing = f"no trace was written: recording begins after {trace.warmup} steps, and there were {steps}"
-            written = trace.summary and f"trace of {trace.summary.num_steps} steps in {trace.path}: {trace.summary}"
-            notice(written or missing)
+            notice(f"trace of {trace.num_written} steps in {trace.path}" if trace.num_written else missing)
