@@ -11,7 +11,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import fields, replace
 from functools import partial
 from operator import attrgetter
@@ -35,7 +35,7 @@ from cbatch.batch.map import map_rows
 from cbatch.engine.loop import OnStep
 from cbatch.engine.stats import EngineStats
 from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.engine.streams import AsyncStream, Mailbox, Received, RequestGroup, Stream, closing_at_exit
+from cbatch.engine.streams import AsyncStream, Mailbox, Received, RequestGroup, Stream
 from cbatch.engine.thread import FORKED, EngineThread
 from cbatch.model.base import Model
 from cbatch.model.loader import LoadedModel
@@ -725,7 +725,7 @@ class MapResults(Iterator[Completion], AbstractContextManager["MapResults"]):
     def __init__(self, results: Generator[Completion], interrupt: Callable[[], None]) -> None:
         """`interrupt`: ends `results`, also while another thread waits for the next one"""
         self._results, self.interrupt, self._reading = results, interrupt, threading.Lock()
-        closing_at_exit(self)
+        weakref.finalize(self, _end_map, interrupt, weakref.ref(results))
 
     def __next__(self) -> Completion:
         with self._reading:
@@ -735,15 +735,19 @@ class MapResults(Iterator[Completion], AbstractContextManager["MapResults"]):
         with self._reading:
             self._results.close()
 
-    def close_at_exit(self) -> None:
-        self.interrupt()  # a thread that waits for the next result has the lock
-        self._results.close()
-
     def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
         return "MapResults: iterate over them"
+
+
+def _end_map(interrupt: Callable[[], None], results: weakref.ref[Generator[Completion]]) -> None:
+    """Ends results that nobody has any more, or at the end of the program, when a thread may still wait for them."""
+    interrupt()
+    if (left := results()) is not None:
+        with suppress(ValueError):  # that thread executes them
+            left.close()
 
 
 async def _amapped(results: MapResults) -> AsyncGenerator[Completion]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import queue
 import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from cbatch.base.errors import EngineError, in_short
 from cbatch.base.outputs import TokenEvent
@@ -164,28 +163,6 @@ class Mailbox:
         self._ready.set()
 
 
-class Unfinished(Protocol):
-    """Something that is closed when it is freed."""
-
-    def close_at_exit(self) -> None:
-        """Called at the end of the program: when it is freed later, modules that closing needs may be gone."""
-
-
-_unfinished: weakref.WeakSet[Unfinished] = weakref.WeakSet()
-
-
-def closing_at_exit(one: Unfinished) -> None:
-    """Lets the end of the program close it, unless it was freed before."""
-    _unfinished.add(one)
-
-
-@atexit.register
-def _close_unfinished() -> None:
-    for one in list(_unfinished):
-        with suppress(BaseException):
-            one.close_at_exit()
-
-
 class Stream(Iterator[StreamEvent], AbstractContextManager["Stream"]):
     """Events of one or several requests, as they come. Leaving it early cancels what is unfinished.
 
@@ -203,7 +180,7 @@ class Stream(Iterator[StreamEvent], AbstractContextManager["Stream"]):
         self._owner = owner
         self._reading = threading.Lock()
         self._is_closed = False
-        closing_at_exit(self)
+        weakref.finalize(self, self._group.close)  # when it is freed, or the program ends
         try:
             self._group.submit_all(requests, self._received.put)
         except BaseException:
@@ -232,14 +209,8 @@ class Stream(Iterator[StreamEvent], AbstractContextManager["Stream"]):
         self._group.close()
         self._received.put(None)
 
-    close_at_exit = close
-
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        if not getattr(self, "_is_closed", True):
-            self.close()
 
 
 class AsyncStream(AsyncIterator[StreamEvent], AbstractAsyncContextManager["AsyncStream"]):
@@ -264,7 +235,7 @@ class AsyncStream(AsyncIterator[StreamEvent], AbstractAsyncContextManager["Async
         self._reading = asyncio.Lock()
         self._mailbox: Mailbox | None = None
         self._is_closed = False
-        closing_at_exit(self)
+        weakref.finalize(self, self._group.close)  # when it is freed, or the program ends
 
     async def __anext__(self) -> StreamEvent:
         self._thread.check_may_wait()
@@ -288,19 +259,12 @@ class AsyncStream(AsyncIterator[StreamEvent], AbstractAsyncContextManager["Async
     async def __aexit__(self, *error: object) -> None:
         self._close()
 
-    def __del__(self) -> None:
-        if not getattr(self, "_is_closed", True):
-            self._close()
-
     async def _start(self) -> Mailbox:
         if self._mailbox is None:
             requests = await asyncio.to_thread(self._encode)
             self._mailbox = Mailbox()
             self._group.submit_all(requests if not self._is_closed else (), self._mailbox.put)
         return self._mailbox
-
-    def close_at_exit(self) -> None:
-        self._close()
 
     def _close(self) -> None:
         self._is_closed = True
