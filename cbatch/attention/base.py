@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, Required, TypedDict, Unpack
 
 import torch
@@ -45,8 +46,8 @@ class AttentionBackend(Protocol):
     kv_dtype: torch.dtype | None
 
     @property
-    def capturable(self) -> CapturableAttention | None:
-        """The backend itself, if its calls can be captured in CUDA graphs."""
+    def graph_buffers(self) -> Callable[..., StepBuffers] | None:
+        """Makes the buffers of a captured step (`TritonAttention`); None if CUDA graphs cannot capture its calls."""
 
     def block_shapes(self, layer: LayerShape, block_size: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
         """Shapes of the keys and of the values of one block."""
@@ -64,25 +65,4 @@ class AttentionBackend(Protocol):
 
         keys, values: [num_blocks, *block shape]. The tokens of the whole step are stored already: a sequence may read
                       blocks that another one fills in the same step.
-        """
-
-
-class CapturableAttention(AttentionBackend, Protocol):
-    """A backend whose calls can be captured in CUDA graphs."""
-
-    def graph_buffers(
-        self,
-        tokens: int,
-        sequences: int,
-        max_blocks: int,
-        block_size: int,
-        max_tokens: int | None = None,
-        *,
-        decode_only: bool,
-    ) -> StepBuffers:
-        """Buffers for a graph of so many tokens of so many sequences, of so many blocks each.
-
-        max_tokens:  limit of the tokens of all sequences, with those in the cache; None: each may fill its blocks
-        decode_only: every sequence has one token, so there are as many; else any mix of chunks, whose programs are
-                     found on the device
         """

@@ -34,7 +34,7 @@ class CpuAttention:
     name = "cpu"
     gathers_kv = False
     batch_invariant = True
-    capturable = None
+    graph_buffers = None
 
     def __init__(self, kv_dtype: torch.dtype | None = None) -> None:
         """kv_dtype: U8, or None for that of the model"""

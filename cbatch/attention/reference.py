@@ -41,7 +41,7 @@ class ReferenceAttention:
     name = "reference"
     gathers_kv = True
     batch_invariant = False
-    capturable = None
+    graph_buffers = None
 
     def __init__(self, kv_dtype: torch.dtype | None = None, *, is_causal: bool = True) -> None:
         self.kv_dtype, self.is_causal = kv_dtype, is_causal

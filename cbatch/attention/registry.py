@@ -125,7 +125,7 @@ class PerDeviceAttention:
     Blocks are laid out alike everywhere, and a step is prepared on each device that has layers.
     """
 
-    capturable = None
+    graph_buffers = None
 
     def __init__(self, backends: Mapping[torch.device, AttentionBackend]) -> None:
         """backends: of the same name and the same type of KV cache"""

@@ -58,10 +58,6 @@ class TritonAttention:
         self.batch_invariant = batch_invariant
         self._grid = DecodeGrid(self.limits)
 
-    @property
-    def capturable(self) -> TritonAttention:
-        return self
-
     def block_shapes(self, layer: LayerShape, block_size: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
         return (layer.heads, block_size, layer.key_dim), (layer.heads, block_size, layer.value_dim)
 
@@ -81,6 +77,12 @@ class TritonAttention:
         *,
         decode_only: bool,
     ) -> StepBuffers:
+        """Buffers for a graph of so many tokens of so many sequences, of so many blocks each.
+
+        max_tokens:  limit of the tokens of all sequences, with those in the cache; None: each may fill its blocks
+        decode_only: every sequence has one token, so there are as many; else any mix of chunks, whose programs are
+                     found on the device
+        """
         return StepBuffers(
             tokens, sequences, max_blocks, block_size, self.decode.split, self.device, max_tokens,
             decode_only=decode_only, whole=self.batch_invariant,

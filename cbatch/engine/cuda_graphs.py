@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cbatch.attention.base import CapturableAttention
+from cbatch.attention.base import AttentionBackend
 from cbatch.kernels.operands import AdapterRows, Recurrence
 from cbatch.kernels.triton.attention_metadata import StepBuffers
 from cbatch.model.base import CapturableModel, DeviceInputs, HiddenStates
@@ -110,7 +110,7 @@ class StepParts(NamedTuple):
     """All that takes part in a step. state_pool: None for a model without recurrent layers"""
 
     model: CapturableModel
-    attention: CapturableAttention
+    attention: AttentionBackend
     kv_cache: KVCache
     sampler: Sampler
     state_pool: StatePool | None = None
@@ -301,7 +301,7 @@ class StepGraphs:
     def _capture(self, size: int, is_decode: bool, capture: Callable[[Run], Run]) -> _CapturedStep:
         """Runs a step of padding, so that its kernels are compiled, and captures it. It stores nothing in the cache."""
         model, attention, kv_cache, sampler, state_pool = self._parts
-        assert self._shared is not None
+        assert self._shared is not None and attention.graph_buffers is not None
         longest = min(-(-model.max_model_len // kv_cache.block_size), self._num_blocks)
         # Sequences may share blocks, so that together they may be longer than the cache.
         most = 2 * self._num_blocks * kv_cache.block_size

@@ -81,10 +81,10 @@ class ModelRunner:
         """The parts of a step, if steps are to be captured as CUDA graphs and can be."""
         if not limits.graphs or not is_nvidia(self.model.device):
             return None
-        model, attention = self.model.capturable, self.attention.capturable
-        if model is None or attention is None:
+        model = self.model.capturable
+        if model is None or self.attention.graph_buffers is None:
             return None
-        return StepParts(model, attention, self.kv_cache, sampler, self.state_pool)
+        return StepParts(model, self.attention, self.kv_cache, sampler, self.state_pool)
 
     def capture_graphs(
         self, sampler: Sampler, limits: StepLimits, has_room: Callable[[], bool], group: ProcessGroup | None = None

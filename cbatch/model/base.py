@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from cbatch.attention.base import AttentionBackend, CapturableAttention
+from cbatch.attention.base import AttentionBackend
 from cbatch.kernels.operands import AdapterRows, Recurrence
 from cbatch.model.lora_files import Adapter
 from cbatch.runtime.batch import Logits, PooledRows, RaggedBatch
@@ -88,7 +88,7 @@ class CapturableModel(Protocol):
         inputs: DeviceInputs,
         metadata: Any,
         kv_cache: KVCache,
-        attention: CapturableAttention,
+        attention: AttentionBackend,
         out: HiddenStates | None = None,
     ) -> HiddenStates:
         """The first part of a step: all layers, for all tokens; the result is in `out` if it is given.

@@ -123,7 +123,7 @@ def test_layers_in_memory_compute_on_the_gpu(patch: pytest.MonkeyPatch) -> None:
 class _NotingBackend:
     """A backend that says which one it is."""
 
-    gathers_kv, batch_invariant, kv_dtype, capturable = False, False, None, None
+    gathers_kv, batch_invariant, kv_dtype, graph_buffers = False, False, None, None
 
     def __init__(self, device: torch.device, name: str) -> None:
         self.device, self.name = device, name

@@ -72,7 +72,7 @@ class ModelChecks:
     def captured_steps(self) -> Iterator[KernelCheck]:
         """No checks if steps of the model cannot be captured as CUDA graphs."""
         one = self.execution
-        if one.model.capturable is not None and one.attention.capturable is not None:
+        if one.model.capturable is not None and one.attention.graph_buffers is not None:
             yield self.of_attention.check_captured()
             yield self._expected.check_captured(one.model, one.attention, one.sampler)
 

@@ -188,8 +188,8 @@ class AttentionChecks:
         options: AttendOptions,
     ) -> Tensor:  # fmt: skip
         """Attention of a step that is captured without tokens."""
-        attention, count, sequences = self.attention.capturable, len(query), len(batch.stops) + 1
-        assert attention is not None
+        attention, count, sequences = self.attention, len(query), len(batch.stops) + 1
+        assert attention.graph_buffers is not None
         is_decode, blocks = count < sequences, max(len(table) for table in batch.tables)
         tokens = sequences if is_decode else count + _SPARE_TOKENS
         buffers = attention.graph_buffers(tokens, sequences, blocks, self.block_size, decode_only=is_decode)

@@ -107,7 +107,7 @@ class ExpectedSteps:
     ) -> KernelCheck:
         """Compares steps that are replayed from CUDA graphs: two mixed ones, and two that decode, with their samples.
 
-        model, attention: with a `capturable` part
+        model, attention: that graphs can capture
         capture:          captures what has run once; see `GraphCapturer`
         """
 
@@ -115,8 +115,8 @@ class ExpectedSteps:
             runner, found = StepRunner(model, attention, self.block_size, self.steps), list[Tensor]()
             sequences, tokens = len(self.steps[0]), sum(stop - start for start, stop in self.steps[0])
             sizes = GraphSizes(decode=(sequences + 1,), mixed=(tokens + 2,), max_seqs=sequences + 1)
-            assert model.capturable is not None and attention.capturable is not None
-            parts = StepParts(model.capturable, attention.capturable, runner.kv_cache, sampler, runner.state_pool)
+            assert model.capturable is not None
+            parts = StepParts(model.capturable, attention, runner.kv_cache, sampler, runner.state_pool)
             graphs = StepGraphs(parts, sizes, capture or GraphCapturer(model.device))
             if graphs.reason:
                 raise RuntimeError(graphs.reason)

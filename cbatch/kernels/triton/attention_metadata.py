@@ -253,7 +253,7 @@ class StepBuffers:
         self, tokens: int, sequences: int, max_blocks: int, block_size: int, split: int, device: torch.device,
         max_tokens: int | None = None, *, decode_only: bool, whole: bool = False,
     ) -> None:  # fmt: skip
-        """See `CapturableAttention.graph_buffers`, and `list_work` for `whole`."""
+        """See `TritonAttention.graph_buffers`, and `list_work` for `whole`."""
         most = sequences * max_blocks * block_size
         self.max_tokens = most if max_tokens is None else min(max_tokens, most)
         self.tokens, self.max_sequences, self.decode_only = tokens, sequences, decode_only

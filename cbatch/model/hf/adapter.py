@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cbatch.attention.base import AttentionBackend, CapturableAttention
+from cbatch.attention.base import AttentionBackend
 from cbatch.base.errors import ModelError
 from cbatch.kernels.operands import AdapterRows
 from cbatch.kernels.products import multiply_logits
@@ -338,7 +338,7 @@ class CapturableNetwork:
         inputs: DeviceInputs,
         metadata: Any,
         kv_cache: KVCache,
-        attention: CapturableAttention,
+        attention: AttentionBackend,
         out: HiddenStates | None = None,
     ) -> HiddenStates:
         model = self.model
