@@ -52,16 +52,10 @@ class ModelChecks:
         for device, backend in backends.items():
             yield from replace(self.of_attention, attention=backend, device=device).run()
 
-    def layers(self, *, products: bool = False) -> Iterator[KernelCheck]:
-        """The kernels between attention, if the model has any, and whole steps.
-
-        products: of matrices too, if the library computes them: nothing could take their place
-        """
+    def layers(self) -> Iterator[KernelCheck]:
+        """The kernels between attention, if the model has any, and whole steps."""
         if isinstance(self.model, CudaModel):
-            checks = LayerChecks(self.model, self.block_size, self.execution.attention.kv_dtype)
-            yield from checks.run()
-            if products and not self.model.ops.batch_invariant:
-                yield checks.product()
+            yield from LayerChecks(self.model, self.block_size, self.execution.attention.kv_dtype).run()
         yield self._expected.check("a whole step", self.model, self.execution.attention)
 
     def step_by_torch(self) -> KernelCheck:
@@ -88,7 +82,7 @@ def check_all(execution: Execution, block_size: int, make_plain: Callable[[], Mo
     checks = ModelChecks(execution, block_size)
     if attention.name == "triton":
         yield from checks.attention_kernels()
-        yield from checks.layers(products=True)
+        yield from checks.layers()
         yield from checks.captured_steps()
     elif attention.name == "cpu":
         from cbatch.engine.kernel_checks.cpu import CpuChecks

@@ -39,7 +39,6 @@ from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.model.base import HiddenStates
 from cbatch.model.cuda import CudaModel
 from cbatch.model.ops.device_kernel import DeviceKernel, DeviceOps, by_torch
-from cbatch.model.ops.linear import Linear
 from cbatch.model.ops.operation import constants
 from cbatch.runtime.kv_cache import LayerShape, Shape
 
@@ -250,23 +249,6 @@ class LayerChecks:
             yield replace(run_check(name, model.device, tolerance, measure, workload), kernel=kernel.name)
         tolerance = product_tolerance(model.dtype, _HEAD_TOLERANCES[model.dtype])
         yield run_check("output head", model.device, tolerance, self._head_error, self._head_workload)
-
-    def product(self) -> KernelCheck:
-        """A product of matrices by the library, of the size of the model's largest."""
-        model, operations = self.model, self.model.program.operations
-        matrix = max((one.matrix for one in operations if isinstance(one, Linear)), key=lambda one: one.size)
-        weight = self._draw(0, matrix.columns, matrix.depth)
-
-        def measure() -> float:
-            left, columns = self._draw(1, _TOKENS, matrix.depth), slice(0, 256)
-            return largest_error(linear(left, weight)[:, columns], linear(left.double(), weight[columns].double()))
-
-        def workload() -> Workload:
-            left = self._draw(1, _PRODUCT_TOKENS, matrix.depth)
-            return Workload(partial(linear, left, weight), flops=2 * len(left) * weight.numel())
-
-        tolerance = product_tolerance(model.dtype, TOLERANCES[model.dtype])
-        return run_check("linear", model.device, tolerance, measure, workload)
 
     def _error(self, call: KernelCall) -> float:
         if call.state is not None:
