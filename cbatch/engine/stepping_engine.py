@@ -412,10 +412,6 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
             self._complete()
         return self.take_events()
 
-    def warm_up_thread(self) -> None:
-        """Spares the first step what a device does once for each thread; for the thread that is to call `step`."""
-        self.runner.warm_up_thread()
-
     def release_thread(self) -> None:
         """Lets another thread use the engine from now on: the next one that does."""
         self._owner = None
@@ -432,10 +428,6 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
                     "cbatch.Engine can be used by any number of threads."
                 )
             self._owner = threading.current_thread()
-
-    def synchronize(self) -> None:
-        """Waits until the device has done all its work, so that time can be measured."""
-        synchronize(self.device)
 
     def zero_cache(self) -> None:
         """Overwrites the KV cache with zeros, so that the system commits its memory; only while no request runs."""
@@ -457,12 +449,8 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         return check_all(execution, config.block_size, lambda: checked_model(loaded.network))
 
     def shrink(self) -> bool:
-        """Halves the size of steps, from that of the latest one; False if that had one token. See `EngineThread`."""
+        """Halves the size of steps, from that of the latest one; False if that had one token. See `Scheduler.grow`."""
         return self.scheduler.shrink(self._num_scheduled)
-
-    def grow(self) -> bool:
-        """Doubles the size of steps, up to the configured one; True if that is reached."""
-        return self.scheduler.grow()
 
     def close(self) -> None:
         """Frees the memory of weights, KV cache and graphs, and ends the engine's threads. May be called twice.
@@ -481,7 +469,7 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         if self._constraint_compiler is not None:
             self._constraint_compiler.close()
         with suppress(RuntimeError):  # a device that is lost has nothing to give back
-            self.synchronize()
+            synchronize(self.device)
         self.runner.close()
         self.loaded = self.loaded.without_weights()
         with suppress(RuntimeError):

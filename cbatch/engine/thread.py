@@ -138,7 +138,7 @@ class EngineThread:
 
     def _run(self) -> None:
         with suppress(BaseException):  # what fails here fails in a step, too, which is retried
-            self.engine.warm_up_thread()
+            self.engine.runner.warm_up_thread()
         is_open = True
         while is_open:
             try:
@@ -197,7 +197,7 @@ class EngineThread:
                 # Steps are made larger again after a while, which doubles each time that this fails.
                 self._good_steps += self._is_shrunk
                 if self._is_shrunk and self._good_steps >= self._patience:
-                    self._good_steps, self._is_shrunk = 0, not self.engine.grow()
+                    self._good_steps, self._is_shrunk = 0, not self.engine.scheduler.grow()
                 return events
             # Only here, where the exception no longer holds the tensors of the step, can their memory be freed.
             self.num_retries += 1

@@ -21,6 +21,7 @@ from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
 from cbatch.runtime.device import is_cuda
 from cbatch.runtime.tracing import StepTracer
+from cbatch.runtime.transfer import synchronize
 from scripts.benchmarks import long_prompt
 from scripts.gpu.idle import StepEvents, event_maker, gap_share
 from scripts.gpu.runs import Setup
@@ -163,7 +164,7 @@ def steady(what: str, engine: SteppingEngine, sizes: Sizes) -> Steady:
     events = StepEvents(event_maker(engine.device), skip=edge)
     with events.recorded():
         elapsed = decode_all(engine, sizes)
-    engine.synchronize()
+    synchronize(engine.device)
     idle = events.idle(last=edge)
     with tempfile.TemporaryDirectory() as folder:
         trace = StepTracer(Path(folder) / "trace.json", warmup=sizes.tokens // 2, steps=min(64, sizes.tokens // 4))

@@ -19,6 +19,7 @@ from cbatch.cli.bench.peers import PEERS, PeerError, PeerSetup, continuous, run_
 from cbatch.cli.bench.roofline import DeviceRates, ModelCost, roofline_bound
 from cbatch.cli.bench.workload import LengthDistribution, Workload, synthetic_workload
 from cbatch.model.loader import LoadedModel
+from cbatch.runtime.transfer import synchronize
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class Setup:
         params = [replace(settings, max_tokens=length) for length in work.output_lengths]
         with Engine(config, loaded=self.loaded) as engine:
             engine.generate(work.prompts[:8], replace(settings, max_tokens=8))  # compiles the kernels
-            engine.core.synchronize()
+            synchronize(engine.device)
             start = time.perf_counter()
             outputs = engine.generate(work.prompts, params)
             elapsed = time.perf_counter() - start

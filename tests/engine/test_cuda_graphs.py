@@ -218,7 +218,7 @@ def draw(engine: SteppingEngine, *, shaken: bool = False) -> dict[int | None, li
         if shaken and engine.stats().num_steps % 8 == 5:
             while engine.shrink():
                 pass
-            while not engine.grow():
+            while not engine.scheduler.grow():
                 pass
         for event in engine.step():
             found.setdefault(event.request_id, []).append(event.token_id)

@@ -181,7 +181,7 @@ def test_the_thread_is_warmed_up_before_its_first_step(monkeypatch: pytest.Monke
         seen.append((threading.current_thread().name, engine.stats().num_steps))
         raise RuntimeError("device busy")
 
-    monkeypatch.setattr(engine, "warm_up_thread", fail)
+    monkeypatch.setattr(engine.runner, "warm_up_thread", fail)
     engine_thread = EngineThread(engine)
     assert len(until_end(collect(engine_thread, [1, 2], max_tokens=3))) == 3
     engine_thread.close(close_engine=True)

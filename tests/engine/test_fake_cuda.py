@@ -113,7 +113,7 @@ def test_a_thread_is_warmed_up_by_products(dtype: str, device: FakeCuda, monkeyp
 
     monkeypatch.setattr(device, "dispatch", note)
     with device.no_waits():
-        engine.warm_up_thread()
+        engine.runner.warm_up_thread()
     expected = ["aten.linear.default in torch.float16", "aten.mm.dtype in torch.float16"]
     assert products == (expected if dtype == "float16" else ["aten.linear.default in torch.float32"])
 

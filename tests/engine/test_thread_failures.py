@@ -21,6 +21,7 @@ from cbatch.batch.rounds import Rounds
 from cbatch.batch.row import Row
 from cbatch.batch.writer import RowWriter, run_stream
 from cbatch.engine import streams
+from cbatch.engine.model_runner import ModelRunner
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
 from cbatch.model.loader import LoadedModel
@@ -54,7 +55,7 @@ PLACES: dict[str, tuple[type, str, bool]] = {
     "the reader, submitting": (EngineStream, "_submit", False),
     "the engine's thread, adding": (SteppingEngine, "add_request", False),
     "the engine's thread, stepping": (SteppingEngine, "step", True),
-    "the engine's thread, at its start": (SteppingEngine, "warm_up_thread", True),
+    "the engine's thread, at its start": (ModelRunner, "warm_up_thread", True),
     "the engine's thread, delivering": (EngineThread, "_deliver", False),
     "the engine's callback": (OutputProcessor, "take", False),
     "the engine's callback, always": (OutputProcessor, "take", True),

@@ -80,7 +80,7 @@ def steps(engine: SteppingEngine, *, shaken: bool = False) -> Iterator[list[Toke
         if shaken and engine.stats().num_steps % 4 == 3:
             while engine.shrink():
                 pass
-            while not engine.grow():
+            while not engine.scheduler.grow():
                 pass
         events = engine.step()
         engine.scheduler.check_integrity()

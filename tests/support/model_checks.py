@@ -102,7 +102,7 @@ def run_combined(engine: SteppingEngine) -> Outputs:
     for step in itertools.count():
         if step % 6 == 5 and step < 20:  # with recurrent layers, requests that wait for a snapshot seldom lack blocks
             engine.scheduler.shrink(2)
-            while not engine.grow():
+            while not engine.scheduler.grow():
                 pass
         for event in engine.step():
             if event.request_id is not None and event.token_id is not None:
