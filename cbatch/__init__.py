@@ -6,7 +6,7 @@ Completion, Completions, Choice, Usage, TokenLogprob, ToolCall  results of `gene
 Score, Classification        results of `score` and `classify`
 Stream, AsyncStream, StreamEvent                                results of `stream` and `astream`
 CbatchError                  base of ConfigError, EngineError, ModelError and RequestError
-SteppingEngine, Request, TokenEvent, StepTracer                 for programs that run the steps themselves
+SteppingEngine, Request, TokenEvent                             for programs that run the steps themselves
 
 These names are the Python API, and `help(cbatch.Engine)` describes one of them. Importing the package is quick: torch
 loads with the first name that needs it.
@@ -45,7 +45,6 @@ if TYPE_CHECKING:  # the list of names, which `_homes` reads as well
     from cbatch.requests.completion import TokenLogprob as TokenLogprob
     from cbatch.requests.completion import Usage as Usage
     from cbatch.requests.output_processor import StreamEvent as StreamEvent
-    from cbatch.runtime.tracing import StepTracer as StepTracer
 
 
 __version__ = "0.1.0"

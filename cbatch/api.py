@@ -54,7 +54,6 @@ from cbatch.requests.prompts import (
 )
 from cbatch.requests.rows import CHAT, set_defaults
 from cbatch.requests.scores import CHOICES, SCORE
-from cbatch.runtime.tracing import StepTracer
 from cbatch.schedule.limits import EngineLimits
 from cbatch.text.tokenizer import ChatTokenizer, Prompt
 from cbatch.tools.tool import ToolLike, load_tools
@@ -164,20 +163,18 @@ class Engine(AbstractContextManager["Engine"]):
         model: str | os.PathLike[str] | EngineConfig | None = None,
         *,
         loaded: LoadedModel | None = None,
-        trace: StepTracer | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         """
         model:   folder or hub id, or a whole EngineConfig; None: the bundled demo model
         loaded:  a model that is in memory already, instead of `model`
-        trace:   records some of the steps; it is complete after `close`
         options: further fields of EngineConfig
 
         Raises ModelError if the model cannot be loaded or is not supported, and ConfigError for options that cannot be
         met.
         """
         self.core = SteppingEngine(_make_config(model, options), loaded)
-        self._trace, self._process = trace, os.getpid()
+        self._process = os.getpid()
         self._starting = threading.Lock()
         self._threads: list[EngineThread] = []
         """The thread, once something has needed it."""
@@ -528,7 +525,7 @@ class Engine(AbstractContextManager["Engine"]):
             if not self._finalizer.alive:
                 raise EngineError("The engine is closed.")
             if not self._threads:
-                self._threads.append(EngineThread(self.core, self._trace))
+                self._threads.append(EngineThread(self.core))
         return self._threads[0]
 
     @property

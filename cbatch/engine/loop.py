@@ -20,7 +20,7 @@ from cbatch.engine.stats import StepRecord
 from cbatch.runtime.batch import BlockTables, Logits, RaggedBatch
 from cbatch.runtime.cpu import single_threaded
 from cbatch.runtime.device import pins_memory
-from cbatch.runtime.tracing import span
+from cbatch.runtime.spans import span
 from cbatch.runtime.transfer import computing_on, synchronize
 from cbatch.sample.output import OnScores, PendingSample, grammar_places, sampling_params
 from cbatch.sample.sampler import Sampler

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -17,9 +17,8 @@ from cbatch.base.outputs import TokenEvent
 from cbatch.base.request import EventCallback, Request
 from cbatch.engine.stats import EngineStats
 from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.runtime.device import is_cuda
 from cbatch.runtime.memory import clear_frames, is_out_of_memory, kernel_too_large, release_memory
-from cbatch.runtime.tracing import StepTracer, span
+from cbatch.runtime.spans import span
 
 CLOSED = "The engine was closed before the request was finished."
 FORKED = (
@@ -45,12 +44,9 @@ class EngineThread:
     MAX_RETRIES = 3
     GROW_AFTER_STEPS = 32
 
-    def __init__(self, engine: SteppingEngine, trace: StepTracer | None = None) -> None:
-        """Takes the engine over until `close`. `trace` records some of the steps; it is complete after `close`."""
+    def __init__(self, engine: SteppingEngine) -> None:
+        """Takes the engine over until `close`."""
         self.engine = engine
-        self._trace = trace
-        if trace is not None:
-            trace.prepare(on_device=is_cuda(engine.device))
         self.failure: BaseException | None = None
         self.last_error = ""
         self.num_retries = 0
@@ -150,8 +146,6 @@ class EngineThread:
         try:
             self._end_requests()
         finally:
-            if self._trace is not None:
-                self._trace.finish()
             self.engine.release_thread()
             if self._close_engine:
                 self.engine.close()
@@ -178,8 +172,7 @@ class EngineThread:
         """A step of the engine, retried if it fails: `SteppingEngine.step` loses nothing when it raises."""
         while True:
             try:
-                with self._trace.step() if self._trace is not None else nullcontext():
-                    events = self.engine.step()
+                events = self.engine.step()
             except Exception as error:
                 if problem := kernel_too_large(error):  # a smaller step does not help
                     raise EngineError(problem) from error

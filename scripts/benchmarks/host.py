@@ -24,7 +24,7 @@ import torch
 
 from cbatch import EngineConfig, SamplingParams, SteppingEngine
 from cbatch.kernels.cpu.thread_pool import shared_thread_pool
-from cbatch.runtime import tracing
+from cbatch.runtime import spans
 from scripts.benchmarks.harness import Report, at_least_one
 from scripts.benchmarks.models import FreeModel, load_random
 from scripts.benchmarks.peers.work import make_work
@@ -76,13 +76,13 @@ def measure_phases(rows: int, context: int, steps: int, *, ahead: bool) -> dict[
         yield
         taken.setdefault(name, []).append(time.perf_counter() - begun)
 
-    tracing.record_spans(clock)
+    spans.record_spans(clock)
     try:
         while engine.has_work:
             with clock("step"):
                 engine.step()
     finally:
-        tracing.record_spans(None)
+        spans.record_spans(None)
         engine.close()
     return {name: 1e3 * median(times[WARMUP:]) for name, times in taken.items() if name != "forward"}
 

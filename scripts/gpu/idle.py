@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
-from cbatch.runtime.tracing import record_spans
-from scripts.gpu.trace_summary import TraceSummary
+from cbatch.runtime.spans import record_spans
+from scripts.gpu.step_trace import TraceSummary
 
 LAUNCHES = ("forward", "sample")
 """The spans of a step in which the host gives the device something to do; a step begins with the first."""

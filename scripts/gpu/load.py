@@ -20,12 +20,11 @@ from cbatch.cli.bench.workload import LengthDistribution
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
 from cbatch.runtime.device import is_cuda
-from cbatch.runtime.tracing import StepTracer
 from cbatch.runtime.transfer import synchronize
 from scripts.benchmarks import long_prompt
 from scripts.gpu.idle import StepEvents, event_maker, gap_share
 from scripts.gpu.runs import Setup
-from scripts.gpu.trace_summary import read_summary
+from scripts.gpu.step_trace import StepTracer, read_summary
 
 SLO_TARGET = SLO(ttft_s=0.5, tps=50.0)
 """The promise to each user: the first token within half a second, and fifty tokens per second from then on."""
@@ -168,8 +167,9 @@ def steady(what: str, engine: SteppingEngine, sizes: Sizes) -> Steady:
     idle = events.idle(last=edge)
     with tempfile.TemporaryDirectory() as folder:
         trace = StepTracer(Path(folder) / "trace.json", warmup=sizes.tokens // 2, steps=min(64, sizes.tokens // 4))
-        decode_all(engine, sizes, trace)
-        summary = read_summary(trace.path, on_device=is_cuda(engine.device)) if trace.num_written else None
+        with trace.around(engine):
+            decode_all(engine, sizes)
+        summary = read_summary(trace.path, on_device=is_cuda(engine.device)) if trace.is_written else None
     return Steady(
         what=what,
         rows=sizes.rows,
@@ -182,11 +182,11 @@ def steady(what: str, engine: SteppingEngine, sizes: Sizes) -> Steady:
     )
 
 
-def decode_all(engine: SteppingEngine, sizes: Sizes, trace: StepTracer | None = None) -> float:
+def decode_all(engine: SteppingEngine, sizes: Sizes) -> float:
     """Seconds until all requests have all of their tokens. Raises RuntimeError if one gets fewer."""
     done: SimpleQueue[TokenEvent] = SimpleQueue()
     params = SamplingParams(max_tokens=sizes.tokens, ignore_eos=True)
-    with closing(EngineThread(engine, trace)) as engine_thread:
+    with closing(EngineThread(engine)) as engine_thread:
         begun = time.perf_counter()
         for row in range(sizes.rows):
             prompt = [10 + (row + place) % 200 for place in range(16)]

@@ -23,7 +23,7 @@ from cbatch.base.user_folders import user_folder
 from cbatch.cli.common.configured_command import ConfiguredCommand, preset_option
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.exits import UserError
-from cbatch.cli.common.loading import open_engine, tracing
+from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.options import (
     SAMPLING_FIELDS,
     SamplingOptions,
@@ -35,7 +35,6 @@ from cbatch.cli.common.options import (
     sampling_options,
     template_kwargs_option,
     tools_option,
-    trace_option,
 )
 from cbatch.cli.common.replica_options import ReplicaOptions
 
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from cbatch.cli.chat.controller import ChatController
     from cbatch.cli.chat.session.session import Session
     from cbatch.cli.chat.session.store import SessionStore
-    from cbatch.runtime.tracing import StepTracer
 
 
 SCREEN_OPTIONS = "bell", "vi", "mouse", "transcript"
@@ -86,7 +84,6 @@ class ChatOptions:
     vi: bool = _screen(False, "Edit lines as in vi.")
     mouse: bool = _screen(True, "Scroll by the wheel; text is selected with Shift.")
     transcript: bool = _screen(True, "Print the conversations when you leave.")
-    trace: str | None = trace_option()
     quiet: bool = _report(False, "Print nothing about the model.", names=("-q", "--quiet"))
     verbose: bool = _report(False, "Print more about the engine.", names=("-v", "--verbose"))
     sampling: SamplingOptions
@@ -96,7 +93,7 @@ class ChatOptions:
     def check_usage(self) -> None:
         """Raises UserError or ConfigError if the options contradict each other or cannot be met."""
         self.sampling.check_for_chat()
-        self.replicas.check(self.engine, self.trace)
+        self.replicas.check(self.engine)
         if (self.source is None) != (self.index is None):
             raise UserError("--from OUT.jsonl and --index K go together.")
         if self.prompts is not None and self.source is None:
@@ -137,20 +134,18 @@ def chat(**values: Any) -> Literal[0, 1]:
         raise UserError(f"The QUESTION is not valid UTF-8 (character {error.start + 1}).") from error
     if sys.stdin is None or sys.stdout is None:
         raise UserError("A chat needs stdin and stdout, and one of them is closed.")
-    others = {"the file of --from": options.source, "the file of --prompts": options.prompts}
-    with tracing(options.trace, others, quiet=options.quiet) as trace:
-        in_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-        if "fit" in typed and (sys.stdin.isatty() or options.lines):
-            raise UserError("--fit is for a document on stdin; a terminal and --lines give messages.")
-        if in_terminal and options.question is None and not (options.lines or options.json):
-            return _run_in_terminal(options, trace)
-        if strange := [name for name in SCREEN_OPTIONS if name in typed]:
-            is_on = typed[strange[0]] is True
-            raise UserError(f"--{'' if is_on else 'no-'}{strange[0]} is for a chat on a terminal, and this is none.")
-        return _run_in_pipe(options, trace)
+    in_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if "fit" in typed and (sys.stdin.isatty() or options.lines):
+        raise UserError("--fit is for a document on stdin; a terminal and --lines give messages.")
+    if in_terminal and options.question is None and not (options.lines or options.json):
+        return _run_in_terminal(options)
+    if strange := [name for name in SCREEN_OPTIONS if name in typed]:
+        is_on = typed[strange[0]] is True
+        raise UserError(f"--{'' if is_on else 'no-'}{strange[0]} is for a chat on a terminal, and this is none.")
+    return _run_in_pipe(options)
 
 
-def _run_in_terminal(options: ChatOptions, trace: StepTracer | None) -> Literal[0]:
+def _run_in_terminal(options: ChatOptions) -> Literal[0]:
     from prompt_toolkit.history import InMemoryHistory
 
     from cbatch.cli.chat.background_run import BackgroundRun, BatchEngines
@@ -161,9 +156,7 @@ def _run_in_terminal(options: ChatOptions, trace: StepTracer | None) -> Literal[
 
     engines = BatchEngines(options.engine, options.replicas)
     store = SessionStore(user_folder("STATE"))
-    controller = _make_controller(
-        options, engines.config, None if options.no_history else store, trace, in_terminal=True
-    )
+    controller = _make_controller(options, engines.config, None if options.no_history else store, in_terminal=True)
     _open_session(options, controller, store)
     background = BackgroundRun(engines)
     terminal: LineTerminal | Terminal
@@ -182,7 +175,6 @@ def _run_in_terminal(options: ChatOptions, trace: StepTracer | None) -> Literal[
         if options.transcript and isinstance(terminal, Terminal):
             with suppress(OSError):  # the terminal may be gone
                 print_conversations(controller.closed + controller.sessions, sys.stdout)
-        controller.close_models()
         if store.save_error:
             notice(store.save_error)
     if store.written and not options.quiet:
@@ -191,7 +183,7 @@ def _run_in_terminal(options: ChatOptions, trace: StepTracer | None) -> Literal[
     return 0
 
 
-def _run_in_pipe(options: ChatOptions, trace: StepTracer | None) -> Literal[0, 1]:
+def _run_in_pipe(options: ChatOptions) -> Literal[0, 1]:
     from cbatch.batch.lines import BOM, MAX_LINE_BYTES, Line, read_lines
     from cbatch.cli.chat.lines import Pipe
     from cbatch.cli.chat.session.store import SessionStore
@@ -211,7 +203,7 @@ def _run_in_pipe(options: ChatOptions, trace: StepTracer | None) -> Literal[0, 1
         messages = iter([Line.of(0, document)])
     store = SessionStore(user_folder("STATE"))
     keeps = not options.no_history and (options.continued or options.load is not None)
-    controller = _make_controller(options, options.engine, store if keeps else None, trace)
+    controller = _make_controller(options, options.engine, store if keeps else None)
     _open_session(options, controller, store)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
@@ -221,14 +213,12 @@ def _run_in_pipe(options: ChatOptions, trace: StepTracer | None) -> Literal[0, 1
     finally:
         controller.end_all()
         store.close()
-        controller.close_models()
 
 
 def _make_controller(
     options: ChatOptions,
     config: EngineConfig,
     store: SessionStore | None,
-    trace: StepTracer | None,
     *,
     in_terminal: bool = False,
 ) -> ChatController:
@@ -240,17 +230,16 @@ def _make_controller(
     shows_model = options.verbose or in_terminal
     sampling = options.sampling
 
-    def load(config: EngineConfig, trace: StepTracer | None = None) -> Engine:
+    def load(config: EngineConfig) -> Engine:
         engine = open_engine(
-            config, quiet=options.quiet, verbose=options.verbose, trace=trace, shows_model=shows_model, in_chat=True
+            config, quiet=options.quiet, verbose=options.verbose, shows_model=shows_model, in_chat=True
         )
         if options.tools and not (engine.tokenizer is not None and engine.tokenizer.takes_tools):
             notice(f"the chat template of {engine.loaded.name} takes no tools, so --tools has no effect")
         return engine
 
     tools = ToolBox(load_tools(options.tools), allows_all=options.allow_tools)  # before a model is loaded for them
-    open_own = partial(load, config, trace)
-    client = EngineClient(open_own, template_kwargs=options.template_kwargs, closes_engine=trace is not None)
+    client = EngineClient(partial(load, config), template_kwargs=options.template_kwargs)
     return ChatController(
         client,
         model_name=config.model or "",

@@ -270,10 +270,6 @@ class ChatController:
         for session in stopped:
             self._after_replies(session)
 
-    def close_models(self) -> None:
-        for client in self.clients.values():
-            client.close()
-
     def _leave_model(self, name: str, why: str, *others: Session) -> None:
         """Has the sessions of a model that is gone go back to the chat's own, and tells them and others why."""
         users = [session for session in self.sessions if session.model == name]

@@ -92,13 +92,11 @@ class EngineClient:
         open_engine: Callable[[], Engine],
         *,
         template_kwargs: Mapping[str, Any] | None = None,
-        closes_engine: bool = False,
     ) -> None:
-        """`closes_engine`: whether `close` waits for the step in flight, and so for the end of a trace"""
         self.engine: Engine | None = None
         self.template_kwargs = template_kwargs or {}
         self.post: Post = lambda callback: None
-        self._open_engine, self._closes_engine = open_engine, closes_engine
+        self._open_engine = open_engine
         self._jobs: queue.SimpleQueue[ReplyRequest | Callable[[Engine], None] | None] = queue.SimpleQueue()
         self._is_unloaded = False
 
@@ -114,7 +112,7 @@ class EngineClient:
         self, open_engine: Callable[[], Engine], on_open: Callable[[BaseException | None], None]
     ) -> EngineClient:
         """A client of another engine for the same front end, which begins to load it."""
-        other = EngineClient(open_engine, template_kwargs=self.template_kwargs, closes_engine=self._closes_engine)
+        other = EngineClient(open_engine, template_kwargs=self.template_kwargs)
         other.start(self.post, on_open)
         return other
 
@@ -123,11 +121,6 @@ class EngineClient:
         if self.engine is None:
             raise UserError("The model is still loading.")
         return self.engine
-
-    def close(self) -> None:
-        """Closes the engine if somebody needs that; a chat that ends does not wait for the step in flight."""
-        if self.engine is not None and self._closes_engine:
-            self.engine.close()
 
     def unload(self) -> None:
         """Closes the engine and ends the client's thread; also if the engine is still to open."""

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from cbatch.base.errors import ModelNotFound, ReaderGone
+from cbatch.base.errors import ModelNotFound
 from cbatch.base.hub import check_hub_model
-from cbatch.base.units import format_count
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.local_models import suggest_models
-from cbatch.cli.common.options import check_distinct_file
 from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.cli.common.stdout import without_library_output
-from cbatch.runtime.tracing import StepTracer
 
 if TYPE_CHECKING:
     from cbatch.api import Engine
@@ -36,13 +32,11 @@ def open_engine(
     *,
     quiet: bool,
     verbose: bool = False,
-    trace: StepTracer | None = None,
     shows_model: bool = True,
     in_chat: bool = False,
 ) -> Engine:
     """Loads an engine, and prints on stderr what it is and how much memory it takes.
 
-    trace:       records some of the engine's steps
     shows_model: whether it says what was loaded, unless `quiet`
     in_chat:     whether a chat has captured stdout and may give it back meanwhile
 
@@ -56,7 +50,7 @@ def open_engine(
     gc.freeze()  # imported modules stay
     gc.enable()
     with suggesting_models(config), nullcontext() if in_chat else without_library_output():
-        engine = Engine(config, trace=trace)
+        engine = Engine(config)
     tune_process()
     if shows_model and not quiet:
         show_loaded(engine.core.describe(), is_demo=config.model is None, verbose=verbose)
@@ -138,29 +132,3 @@ def make_launcher(options: ReplicaOptions, config: EngineConfig) -> ReplicaLaunc
     from cbatch.replicas.local import LocalLauncher, find_places
 
     return LocalLauncher(find_places(config, options.wanted))
-
-
-@contextmanager
-def tracing(path: str | None, others: Mapping[str, str | None], *, quiet: bool) -> Iterator[StepTracer | None]:
-    """The tracer for an engine thread, or None without a path. Close the engine thread within this context.
-
-    path:   file of the trace
-    others: files that the trace may not replace, as `check_distinct_file` takes them
-
-    Raises ConfigError if the trace cannot be written.
-    """
-    if path is None:
-        yield None
-        return
-    check_distinct_file("--trace", path, others)
-    trace = StepTracer(path)
-    try:
-        yield trace
-    finally:
-        error = sys.exception()
-        if trace.error:
-            notice(trace.error)
-        elif not quiet and not isinstance(error, ReaderGone) and (trace.num_written or error is None):
-            steps = format_count(trace.num_steps, "step")
-            missing = f"no trace was written: recording begins after {trace.warmup} steps, and there were {steps}"
-            notice(f"trace of {trace.num_written} steps in {trace.path}" if trace.num_written else missing)

@@ -210,8 +210,6 @@ tools_option = partial(
     names=("--tools", "--tool"),
     metavar="FILE",
 )
-_trace = "Profile some steps and write a Chrome trace, to open in Perfetto."
-trace_option = partial(option, None, _trace, group="Reports", metavar="FILE", is_file=True)
 """Make the fields of a command's record for them."""
 
 replica_options = record_options(ReplicaOptions)

@@ -72,19 +72,13 @@ class ReplicaOptions:
         """The number of replicas; None for as many as there is room for."""
         return None if self.replicas == "auto" else self.replicas
 
-    def check(self, engine: EngineConfig, trace: str | None = None) -> None:
-        """Raises ConfigError for options that do not go together.
-
-        engine: the configuration of each replica
-        trace:  what --trace names
-        """
+    def check(self, engine: EngineConfig) -> None:
+        """Raises ConfigError for options that do not go together.  engine: the configuration of each replica"""
         if self.ray_resources is not None and self.ray is None:
             raise ConfigError("--ray-resources needs --ray.")
         if self.replica_timeout is not None and not self.are_given:
             raise ConfigError("--replica-timeout needs --replicas or --ray.")
         option = "--replicas" if self.replicas is not None else "--ray"
-        if trace is not None and self.are_given:
-            raise ConfigError(f"--trace records the steps of an engine in this process; it does not go with {option}.")
         if engine.device_map != "none" and self.are_given:
             raise ConfigError(
                 "--device-map auto spreads one model over all GPUs and the memory of a machine, so it does not go with "

@@ -20,7 +20,7 @@ from cbatch.base.errors import ConfigError, os_errors_as, reason_of
 from cbatch.cli.common.configured_command import preset_option
 from cbatch.cli.common.console import OutputStream, emit, notice, safe_json, show_progress
 from cbatch.cli.common.exits import handle_signals
-from cbatch.cli.common.loading import open_engine, open_replicas, tracing
+from cbatch.cli.common.loading import open_engine, open_replicas
 from cbatch.cli.common.options import (
     check_distinct_file,
     engine_options,
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from cbatch.batch.tables.row_input import RowInput
     from cbatch.batch.writer import RowWriter
     from cbatch.cli.run.stats import RunStats
-    from cbatch.runtime.tracing import StepTracer
 
 
 MAIN = "output model resume max_tokens temperature system template json_schema replicas check".split()
@@ -77,8 +76,7 @@ def run(**values: Any) -> Literal[0, 1]:
         if options.status_file is not None:
             check_distinct_file("--status-file", options.status_file, others)
         status = opened.enter_context(RunStatus(options.status_file))
-        tracer = tracing(options.trace, others, quiet=options.quiet)
-        with tracer as trace, open_output(options, source) as output, _open_driver(options, stats, trace) as driver:
+        with open_output(options, source) as output, _open_driver(options, stats) as driver:
             from cbatch.cli.run.batch_run import run_batch
 
             run_batch(
@@ -128,22 +126,22 @@ def _check(options: RunOptions, source: RowInput, stats: RunStats) -> Literal[0,
 
 
 @contextmanager
-def _open_driver(options: RunOptions, stats: RunStats, trace: StepTracer | None) -> Iterator[BatchDriver]:
+def _open_driver(options: RunOptions, stats: RunStats) -> Iterator[BatchDriver]:
     if options.replicas.are_given:
         started = time.monotonic()
         with open_replicas(options.replicas, options.engine, quiet=options.quiet, verbose=options.verbose) as driver:
             stats.load_s = time.monotonic() - started
             yield driver
         return
-    with _load(options, stats, trace) as engine:
+    with _load(options, stats) as engine:
         from cbatch.batch.engine_driver import EngineDriver
 
         yield EngineDriver(engine.thread)
 
 
-def _load(options: RunOptions, stats: RunStats, trace: StepTracer | None = None) -> Engine:
+def _load(options: RunOptions, stats: RunStats) -> Engine:
     started = time.monotonic()
-    engine = open_engine(options.engine, quiet=options.quiet, verbose=options.verbose, trace=trace)
+    engine = open_engine(options.engine, quiet=options.quiet, verbose=options.verbose)
     stats.load_s = time.monotonic() - started
     return engine
 

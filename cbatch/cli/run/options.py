@@ -31,7 +31,7 @@ from cbatch.batch.forms import (
 )
 from cbatch.batch.lines import RowOptions
 from cbatch.batch.token_journal import DEFAULT_INTERVAL_S, TokenJournalConfig, is_token_journal
-from cbatch.cli.common.options import SamplingOptions, template_kwargs_option, tools_option, trace_option
+from cbatch.cli.common.options import SamplingOptions, template_kwargs_option, tools_option
 from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.requests.columns import COLUMNS
 from cbatch.requests.param_names import own_params
@@ -152,7 +152,6 @@ class RunOptions:
         metavar="FILE",
         is_file=True,
     )
-    trace: str | None = trace_option()
     quiet: bool = _report(False, "Print only errors on stderr.", names=("-q", "--quiet"))
     verbose: bool = _report(False, "Print more about the engine, and each error row.", names=("-v", "--verbose"))
 
@@ -182,7 +181,7 @@ class RunOptions:
     def check_usage(self) -> None:
         """Raises ConfigError for options that would make every row an error row."""
         self.sampling.check()
-        self.replicas.check(self.engine, self.trace)
+        self.replicas.check(self.engine)
         load_tools(self.tools)  # before a model is loaded for them
         self._validation()
         if (cache := self._cache()) is not None:

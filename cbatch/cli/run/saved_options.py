@@ -21,7 +21,7 @@ from cbatch.cli.common.console import notice
 
 _NOT_KEPT = {
     *"output resume overwrite retry_errors recompute_changed continue_truncated max_errors max_truncated".split(),
-    *"check estimate trace help help_all".split(),
+    *"check estimate help help_all".split(),
 }
 """Options that are for one start of a run."""
 

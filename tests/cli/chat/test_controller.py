@@ -307,7 +307,6 @@ def test_saving_never_overwrites_another_session(harness: ChatHarness, tmp_path:
         ("/run in.jsonl -o", "requires an argument"),
         ("/run in.jsonl -o out.jsonl --no-such", "No such option"),
         ("/run in.jsonl -o out.jsonl --model x", "--model cannot be changed"),
-        ("/run in.jsonl -o out.jsonl --trace t.json", "--trace cannot be changed here"),
         ("/run in.jsonl -o out.jsonl --retry-errors", "needs --resume"),
         ("/run in.jsonl -o /dev/null", "is not one"),
         ("/run 'in.jsonl", "No closing quotation"),

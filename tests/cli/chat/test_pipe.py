@@ -163,8 +163,6 @@ def test_auto_trim(talk: Talk) -> None:
         (["--from", "x.jsonl"], "go together"),
         (["--prompts", "x.jsonl"], "--prompts goes with"),
         (["--from", "/no/such.jsonl", "--index", "0"], "Cannot read /no/such.jsonl"),
-        (["--trace", "."], "it must be a regular file"),
-        (["--from", "x.jsonl", "--index", "0", "--trace", "x.jsonl"], "is the file of --from;"),
         (["--lines", "--fit"], "--fit is for a document on stdin"),
         (["a\udcff"], "The QUESTION is not valid UTF-8 (character 2)"),
         (["--no-such-option"], "No such option"),

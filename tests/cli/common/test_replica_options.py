@@ -61,11 +61,6 @@ SENSELESS = [
     ("line", "message"),
     [
         *((f"{command} {given}", said) for command in ("run", "chat", "bench") for given, said in SENSELESS),
-        *(
-            (f"{command} {name} auto --trace t.json", f"an engine in this process; it does not go with {name}.")
-            for command in ("run", "chat")
-            for name in ("--replicas", "--ray")
-        ),
         ("bench --users 2 --replicas 2", "go with strategies, not with users"),
     ],
 )

@@ -1,13 +1,25 @@
-"""How long a device was idle in the steps of a trace that `StepTracer` has written."""
+"""Traces of an engine's steps by torch's profiler, for Perfetto, and how long the device was idle in them.
+
+Chrome's format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from cbatch.base.outputs import TokenEvent
+from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.runtime.spans import record_spans, span
 
 STEP, FORWARD, WAIT = "step", "forward", "wait"
 """The spans that count: a call of `SteppingEngine.step`, the model in it, and waiting for requests."""
@@ -15,6 +27,71 @@ STEP, FORWARD, WAIT = "step", "forward", "wait"
 _DEVICE = "device"
 _CATEGORIES = {"kernel": _DEVICE, "gpu_memcpy": _DEVICE, "gpu_memset": _DEVICE, "user_annotation": ""}
 """The events that count, by their category in torch's profiler."""
+
+
+class StepTracer:
+    """Records steps of an engine, and writes the trace after enough of them. If that fails, the steps go on.
+
+    The profiler records the thread that makes the steps, and all work of the device.
+
+    num_steps:  steps so far, recorded or not
+    is_written: whether the trace is there
+    error:      why there is none; empty if nothing has failed
+    """
+
+    def __init__(self, path: Path, *, warmup: int, steps: int) -> None:
+        """Records `steps` steps after `warmup` others."""
+        self.path, self.warmup, self.last = path, warmup, warmup + steps
+        self.num_steps, self.is_written, self.error = 0, False, ""
+        self._profiler: profile | None = None
+
+    @contextmanager
+    def around(self, engine: SteppingEngine) -> Iterator[None]:
+        """Counts the engine's steps meanwhile. Use it on the thread that imported torch, or the profiler complains."""
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it logs every start and stop on stderr
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        with self._attempt():
+            self._profiler = profile(activities=kinds)
+            self._profiler.prepare_trace()
+        make_step = engine.step
+
+        def step() -> list[TokenEvent]:
+            with self._step():
+                return make_step()
+
+        engine.step = step  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            engine.step = make_step  # type: ignore[method-assign]
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        if self.num_steps == self.warmup and self._profiler is not None:
+            with self._attempt():
+                self._profiler.start_trace()
+                record_spans(record_function)
+        try:
+            with span(STEP):
+                yield
+        finally:
+            self.num_steps += 1
+            if self.num_steps == self.last and self._profiler is not None:
+                record_spans(None)
+                with self._attempt():
+                    self._profiler.stop_trace()
+                    self._profiler.export_chrome_trace(str(self.path))
+                    self.is_written = True
+
+    @contextmanager
+    def _attempt(self) -> Iterator[None]:
+        """Whatever is raised within ends the recording, and the steps go on."""
+        try:
+            yield
+        except Exception as error:
+            record_spans(None)
+            self._profiler, self.error = None, str(error) or repr(error)
+
 
 Interval = tuple[float, float]
 """Begin and end, in µs."""
