@@ -224,15 +224,9 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         return OutputProcessor(request, self.tokenizer, self.loaded.eos_ids, self.pooling)
 
     def encode(
-        self,
-        prompt: Prompt,
-        *,
-        raw: bool = False,
-        template: TemplateOptions = DEFAULT_TEMPLATE,
-        answer: str = "",
-        context: int | None = None,
+        self, prompt: Prompt, *, raw: bool = False, template: TemplateOptions = DEFAULT_TEMPLATE, answer: str = ""
     ) -> list[int]:
-        """See `Engine.encode`. A prompt of far more tokens than `context` is refused before all of them are made."""
+        """See `Engine.encode`."""
         request = Request(template=template, answer=answer)
         if isinstance(prompt, Mapping):
             if "messages" not in prompt:
@@ -248,7 +242,7 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
             request.text = prompt + answer
         else:
             request.messages = [{"role": "user", "content": prompt}]
-        return list(encoded_ids(request, self.tokenizer, context))
+        return list(encoded_ids(request, self.tokenizer))
 
     def add(self, prompt: Prompt, params: SamplingParams, *, seed: int = 0, priority: int = 0) -> int:
         """Queues a request for a prompt, as `add_request` does.

@@ -55,13 +55,9 @@ class ReplicaDriver(AbstractContextManager["ReplicaDriver"]):
 
         Raises what loading the model raises, and EngineError if no replica can be kept alive.
         """
-        self._launcher = launcher
         self.num_engines = launcher.num_replicas
-        self._shared = SharedState(launcher.num_replicas)
-        self._supervisors = [
-            Supervisor(number, launcher, config, self._shared, timeout_s or TIMEOUT_S, backoff_s)
-            for number in range(launcher.num_replicas)
-        ]
+        self._shared = SharedState(launcher, config, timeout_s or TIMEOUT_S, backoff_s)
+        self._supervisors = [Supervisor(number, self._shared) for number in range(launcher.num_replicas)]
         try:
             for supervisor in self._supervisors:
                 supervisor.thread.start()
@@ -113,7 +109,7 @@ class ReplicaDriver(AbstractContextManager["ReplicaDriver"]):
         deadline = monotonic() + CLOSE_SECONDS
         for ending in (*killers, *(supervisor.thread for supervisor in self._supervisors)):
             ending.join(max(deadline - monotonic(), 0.0))
-        self._launcher.close()
+        self._shared.launcher.close()
 
     def __exit__(self, *error: object) -> None:
         self.close()

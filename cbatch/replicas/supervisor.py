@@ -9,14 +9,14 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import CbatchError, ConfigError, EngineError, ModelError, in_short
-from cbatch.batch.driver import ReplicaState, ReplicaStatus
+from cbatch.batch.driver import ReplicaStatus
 from cbatch.batch.lines import Line
-from cbatch.engine.stats import EngineStats, total_stats
+from cbatch.engine.stats import total_stats
 from cbatch.isolate.worker import WorkerDied
 from cbatch.replicas.connection import ReplicaConnection, ReplicaInfo, ReplicaLauncher, Reply
 
@@ -53,6 +53,7 @@ class Job(ABC):
 class SharedState:
     """The state that the threads of a driver share. `lock` guards it, and `changed` tells when it changes.
 
+    launcher, config, timeout_s, backoff_s: see `ReplicaDriver`
     job:        what the replicas work on
     info:       what the first replica that was ready said of itself
     load_s:     seconds from its start to that
@@ -61,17 +62,21 @@ class SharedState:
     num_alive:  replicas that have not been given up
     """
 
-    num_alive: int
+    launcher: ReplicaLauncher
+    config: EngineConfig
+    timeout_s: float
+    backoff_s: float
     job: Job | None = None
     info: ReplicaInfo | None = None
     load_s: float | None = None
     failure: CbatchError | None = None
     is_closing: bool = False
+    num_alive: int = field(init=False)
     lock: threading.RLock = field(default_factory=threading.RLock)
     changed: threading.Condition = field(init=False)
 
     def __post_init__(self) -> None:
-        self.changed = threading.Condition(self.lock)
+        self.num_alive, self.changed = self.launcher.num_replicas, threading.Condition(self.lock)
 
     def begin(self, job: Job) -> None:
         """Raises EngineError if the replicas work on another one."""
@@ -165,27 +170,14 @@ class Life:
 class Supervisor:
     """Runs the lives of one replica, one after the other, on a thread of its own."""
 
-    def __init__(
-        self,
-        number: int,
-        launcher: ReplicaLauncher,
-        config: EngineConfig,
-        shared: SharedState,
-        timeout_s: float,
-        backoff_s: float,
-    ) -> None:
-        """See `ReplicaDriver`."""
-        self.name = launcher.name(number)
-        self._number, self._launcher, self._config, self._shared = number, launcher, config, shared
-        self._timeout_s, self._backoff_s = timeout_s, backoff_s
-        self._state: ReplicaState = "starting"
+    def __init__(self, number: int, shared: SharedState) -> None:
+        self.name = shared.launcher.name(number)
+        self._number, self._shared = number, shared
         self._connection: ReplicaConnection | None = None
         self._life: Life | None = None
-        self._past_stats = total_stats(())
-        """Sums over the lives that have ended."""
-        self._rows = self._copies = self._deaths = 0
+        self._status = ReplicaStatus(self.name, "starting", total_stats(()))
+        """Without the figures of the life that goes on."""
         self._futile_lives = self._lives_without_row = 0
-        self._problem = ""
         self.thread = threading.Thread(target=self._run, name=f"cbatch-replica-{number + 1}", daemon=True)
 
     def kill(self) -> None:
@@ -195,15 +187,15 @@ class Supervisor:
                 connection.kill()
 
     def status(self) -> ReplicaStatus:
-        rows, copies, living = self._rows, self._copies, list[EngineStats]()
-        if (life := self._life) is not None:
-            rows, copies, living = rows + life.num_rows, copies + life.num_copies, [life.stats]
-        stats = total_stats(living, [self._past_stats])
-        return ReplicaStatus(self.name, self._state, stats, rows, copies, self._deaths, self._problem)
+        past, life = self._status, self._life
+        if life is None:
+            return past
+        stats = total_stats([life.stats], [past.stats])
+        return replace(past, stats=stats, rows=past.rows + life.num_rows, copies=past.copies + life.num_copies)
 
     def _run(self) -> None:
         try:
-            while not self._shared.is_closing and self._state != "gone":
+            while not self._shared.is_closing and self._status.state != "gone":
                 problem = self._live()
                 if problem and not self._shared.is_closing:
                     self._after_death(problem)
@@ -216,7 +208,7 @@ class Supervisor:
         """One life. Returns why it ended; nothing if there is to be no other."""
         shared = self._shared
         try:
-            self._connection = self._launcher.start(self._number, self._config)
+            self._connection = shared.launcher.start(self._number, shared.config)
             if shared.is_closing:  # `kill` may have come before there was a connection
                 return ""
             info, load_s = self._load(self._connection)
@@ -226,7 +218,7 @@ class Supervisor:
             if difference := _difference(info, first):
                 self._give_up(difference)
                 return ""
-            self._life = Life(self._number, self._connection, info, self._timeout_s)
+            self._life = Life(self._number, self._connection, info, shared.timeout_s)
             self._serve(self._life)
             return ""
         except BaseException as error:
@@ -236,7 +228,7 @@ class Supervisor:
             if self._life is not None or isinstance(error, WorkerDied):
                 return f"died: {str(error).rstrip('.')}"
             problem = f"cannot be started: {str(error).rstrip('.') if is_known else in_short(error)}"
-            if self._state == "starting" and isinstance(error, ConfigError | ModelError):
+            if self._status.state == "starting" and isinstance(error, ConfigError | ModelError):
                 shared.fail(error)
                 self._give_up(problem)
                 return ""
@@ -276,10 +268,10 @@ class Supervisor:
 
     def _load_limit_s(self) -> float:
         first_s = self._shared.load_s
-        return START_TIMEOUT_S if first_s is None else max(LOAD_FACTOR * first_s, self._launcher.least_load_s)
+        return START_TIMEOUT_S if first_s is None else max(LOAD_FACTOR * first_s, self._shared.launcher.least_load_s)
 
     def _serve(self, life: Life) -> None:
-        self._state = "running"
+        self._status = replace(self._status, state="running")
         shared, last = self._shared, None
         while not shared.is_closing:
             with shared.changed:
@@ -295,9 +287,8 @@ class Supervisor:
     def _end_life(self) -> None:
         life, connection = self._life, self._connection
         if life is not None:
-            self._past_stats, self._life = total_stats((), [self._past_stats, life.stats]), None
-            self._rows += life.num_rows
-            self._copies += life.num_copies
+            ended = self.status()
+            self._status, self._life = replace(ended, stats=total_stats((), [ended.stats])), None
         if life is not None and life.num_rows:
             self._futile_lives = self._lives_without_row = 0
         else:
@@ -309,19 +300,18 @@ class Supervisor:
 
     def _after_death(self, problem: str) -> None:
         """Waits until it is time for the next life, unless there is to be none."""
-        self._deaths += 1
-        self._problem = problem
+        self._status = replace(self._status, deaths=self._status.deaths + 1, problem=problem)
         if self._futile_lives >= MAX_FUTILE_LIVES or self._lives_without_row >= MAX_LIVES_WITHOUT_ROW:
             self._give_up(f"{problem}; it finished no row in {self._lives_without_row} lives")
             return
-        delay = min(self._backoff_s * 2.0 ** max(self._futile_lives - 1, 0), MAX_BACKOFF_S)
-        self._state = "restarting"
+        delay = min(self._shared.backoff_s * 2.0 ** max(self._futile_lives - 1, 0), MAX_BACKOFF_S)
+        self._status = replace(self._status, state="restarting")
         _log.warning("%s %s; it is started again in %s s", self.name, problem, f"{delay:g}")
         with self._shared.changed:
             self._shared.changed.wait_for(lambda: self._shared.is_closing, delay)
 
     def _give_up(self, problem: str) -> None:
-        self._state, self._problem = "gone", problem
+        self._status = replace(self._status, state="gone", problem=problem)
         if not self._shared.is_closing and self._shared.failure is None:  # else that is what the user is told
             _log.warning("%s %s; it is not started again", self.name, problem)
         self._shared.give_up(f"{self.name} {problem}")
