@@ -307,7 +307,8 @@ class StepGraphs:
         most = 2 * self._num_blocks * kv_cache.block_size
         sequences = size if is_decode else min(self._sizes.max_seqs, size)
         buffers = attention.graph_buffers(size, sequences, longest, kv_cache.block_size, most, decode_only=is_decode)
-        inputs, metadata = DeviceInputs(buffers.input_ids, buffers.position_ids, buffers.slots), buffers.metadata
+        given = buffers.input_ids, buffers.position_ids, buffers.slots
+        inputs = DeviceInputs(*given, kv_cache, attention, buffers.metadata)
         states = None
         if state_pool is not None:
             none = _recurrence_arrays(sequences, *[np.empty(0, np.int64)] * 4)
@@ -325,7 +326,7 @@ class StepGraphs:
         )
 
         def run() -> None:  # does not hold this object, so that the cache is freed with its engine
-            model.run_layers(inputs, metadata, kv_cache, attention, hidden)
+            model.run_layers(inputs, hidden)
             if is_decode:
                 model.run_head(hidden, buffers.logit_rows, logits)
                 if samples:

@@ -40,10 +40,11 @@ AddAdapters = Callable[[Any, Tensor, Tensor], None]
 
 
 class DeviceInputs(NamedTuple):
-    """A step's inputs on the device (see `RaggedBatch`), [T] integers each.
+    """A step's inputs on the device (see `RaggedBatch`): [T] integers each, and where its layers keep keys and values.
 
     A token with a negative slot is not stored in the cache.
 
+    metadata:   what `attention.prepare` returned for the step
     recurrence: where the step's chunks have the states of recurrent layers; None for a model without such layers
     states:     each of these states [slots, *shape]
     adapters:   None if no token of the step has one
@@ -52,6 +53,9 @@ class DeviceInputs(NamedTuple):
     input_ids: Tensor
     position_ids: Tensor
     slot_mapping: Tensor
+    kv_cache: KVCache
+    attention: AttentionBackend
+    metadata: Any
     recurrence: Recurrence | None = None
     states: Sequence[Tensor] = ()
     adapters: AddAdapters | None = None
@@ -83,18 +87,8 @@ class CapturableModel(Protocol):
     def new_hidden_states(self, tokens: int) -> HiddenStates:
         """Uninitialized tensors for so many tokens."""
 
-    def run_layers(
-        self,
-        inputs: DeviceInputs,
-        metadata: Any,
-        kv_cache: KVCache,
-        attention: AttentionBackend,
-        out: HiddenStates | None = None,
-    ) -> HiddenStates:
-        """The first part of a step: all layers, for all tokens; the result is in `out` if it is given.
-
-        metadata: what `attention.prepare` returned for the step
-        """
+    def run_layers(self, inputs: DeviceInputs, out: HiddenStates | None = None) -> HiddenStates:
+        """The first part of a step: all layers, for all tokens; the result is in `out` if it is given."""
 
     def run_head(self, hidden: HiddenStates, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """The second part: logits [R, vocabulary] float32 of the tokens `rows` [R], in `out` if it is given."""

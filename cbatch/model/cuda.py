@@ -148,32 +148,25 @@ class CudaModel(ProgramModel):
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch, kv_cache: KVCache, attention: AttentionBackend) -> Logits:
         metadata = attention.prepare(batch, kv_cache.block_size)
-        inputs = DeviceInputs(batch.input_ids, batch.position_ids, batch.slot_mapping)
+        inputs = DeviceInputs(batch.input_ids, batch.position_ids, batch.slot_mapping, kv_cache, attention, metadata)
         if batch.adapters is not None:
             inputs = inputs._replace(adapters=self.adding(rows_on(self.device, batch.adapters)))
         if batch.states is not None:
             inputs = inputs._replace(recurrence=_recurrence_of(batch), states=batch.states.pool.tensors)
-        hidden = self.run_layers(inputs, metadata, kv_cache, attention)
+        hidden = self.run_layers(inputs)
         return Logits(self.run_head(hidden, batch.logit_rows), sums=self.pool(hidden, batch.pooled))
 
     def new_hidden_states(self, tokens: int) -> HiddenStates:
         residual = torch.empty(tokens, self.program.hidden_size, dtype=torch.float32, device=self.device)
         return HiddenStates(residual, torch.empty_like(residual, dtype=self.dtype))
 
-    def run_layers(
-        self,
-        inputs: DeviceInputs,
-        metadata: Any,
-        kv_cache: KVCache,
-        attention: AttentionBackend,
-        out: HiddenStates | None = None,
-    ) -> HiddenStates:
+    def run_layers(self, inputs: DeviceInputs, out: HiddenStates | None = None) -> HiddenStates:
         """The device must be torch's current one, on which Triton launches all kernels.
 
         Raises ValueError if the cache is not laid out as the kernels write it.
         """
-        for keys, layer in zip(kv_cache.keys[:1], self.layers, strict=False):
-            block = [kv_cache.block_size, layer.heads]
+        for keys, layer in zip(inputs.kv_cache.keys[:1], self.layers, strict=False):
+            block = [inputs.kv_cache.block_size, layer.heads]
             if self.ops.heads_first:
                 block.reverse()
             if keys.shape[1:] != (*block, layer.key_dim):
@@ -181,7 +174,7 @@ class CudaModel(ProgramModel):
         hidden = self.new_hidden_states(len(inputs.input_ids)) if out is None else out
         if self._group is not None:  # the first process may know tokens by its device only
             self._group.broadcast(inputs.input_ids)
-        step = self._on_device.new_step(self.ops, inputs, metadata, kv_cache, attention, hidden, self._group)
+        step = self._on_device.new_step(self.ops, inputs, hidden, self._group)
         for call in self._on_device.calls:
             call(step)
         return hidden

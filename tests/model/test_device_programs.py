@@ -145,10 +145,11 @@ def operations_of(layers: int) -> list[str]:
     """Names of torch's operations in a decode step, attention left out."""
     model = model_of(make_network("qwen2", num_hidden_layers=layers), torch.float16)
     batch, kv_cache = batch_of(make_prompts([1, 1])), kv_cache_of(model)
-    inputs = DeviceInputs(batch.input_ids, batch.position_ids, batch.slot_mapping)
+    given = batch.input_ids, batch.position_ids, batch.slot_mapping
+    inputs = DeviceInputs(*given, kv_cache, NoAttention(DEVICE), None)
     rows = batch.logit_rows
     with torch.inference_mode(), Operations() as noted:
-        model.run_head(model.run_layers(inputs, None, kv_cache, NoAttention(DEVICE)), rows)
+        model.run_head(model.run_layers(inputs), rows)
     return noted.names
 
 

@@ -333,16 +333,9 @@ class CapturableNetwork:
         return HiddenStates(added[:, :0].float(), added)
 
     @torch.inference_mode()
-    def run_layers(
-        self,
-        inputs: DeviceInputs,
-        metadata: Any,
-        kv_cache: KVCache,
-        attention: AttentionBackend,
-        out: HiddenStates | None = None,
-    ) -> HiddenStates:
-        model = self.model
-        with model.checked(AttentionCalls(kv_cache, attention, None, model.windows, {self.device: metadata})):
+    def run_layers(self, inputs: DeviceInputs, out: HiddenStates | None = None) -> HiddenStates:
+        cache, attention, metadata = inputs.kv_cache, inputs.attention, {self.device: inputs.metadata}
+        with self.model.checked(AttentionCalls(cache, attention, None, self.model.windows, metadata)):
             hidden = self.decoder(
                 input_ids=inputs.input_ids[None], position_ids=inputs.position_ids[None], use_cache=False
             )[0][0]

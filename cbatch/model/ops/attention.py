@@ -138,8 +138,8 @@ class PrepareHeads(Operation):
         by_row, norms = weights
         for columns, norm in by_row:
             normalize(step.ops, source[:, columns], norm, 1, 1.0, source[:, columns])
-        keys = step.kv_cache.keys[self.cache] if self.stores else None
-        values = step.kv_cache.values[self.cache] if self.stores else None
+        cache = step.inputs.kv_cache
+        keys, values = (cache.keys[self.cache], cache.values[self.cache]) if self.stores else (None, None)
         positions = step.positions[-1 if self.rotary is None else self.rotary]
         queries = query.view(-1, self.heads, self.shape.key_dim)
         prepare_heads(step.ops, source, self, norms, positions, queries, keys, values)
@@ -331,10 +331,11 @@ class Attend(Operation):
         )  # fmt: skip
 
         def run(step: Step) -> None:
-            keys, values = step.kv_cache.keys[self.cache], step.kv_cache.values[self.cache]
+            inputs = step.inputs
+            keys, values = inputs.kv_cache.keys[self.cache], inputs.kv_cache.values[self.cache]
             queries = step[query].view(-1, self.heads, self.shape.key_dim)
             step.buffers.pop(target, None)  # that of the layer before need not wait for this one
-            attended = step.attention.attend(queries, keys, values, step.metadata, **options)
+            attended = inputs.attention.attend(queries, keys, values, inputs.metadata, **options)
             step.buffers[target] = attended.flatten(1)
 
         return run

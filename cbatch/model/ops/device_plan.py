@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cbatch.attention.base import AttentionBackend
 from cbatch.kernels.operands import Addend, Embedding, NormWeights, Positions, Recurrence, Routing
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.model.base import DeviceInputs, HiddenStates
@@ -23,7 +22,6 @@ from cbatch.model.ops.operation import Operation, with_role
 from cbatch.model.ops.program import Program
 from cbatch.model.ops.residual import add_and_norm, embed_and_norm
 from cbatch.model.weight import RESIDUAL
-from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.process_group import ProcessGroup
 
 _MOST_ADDENDS = 2
@@ -56,9 +54,6 @@ class Step:
     ops: DeviceOps
     ids: Tensor
     inputs: DeviceInputs
-    metadata: Any
-    kv_cache: KVCache
-    attention: AttentionBackend
     hidden: HiddenStates
     positions: list[Positions]
     buffers: dict[Buffer, Tensor] = field(default_factory=dict)
@@ -153,17 +148,8 @@ class DevicePlan:
             if run is not None:
                 self.calls.append(run)
 
-    def new_step(
-        self,
-        ops: DeviceOps,
-        inputs: DeviceInputs,
-        metadata: Any,
-        kv_cache: KVCache,
-        attention: AttentionBackend,
-        hidden: HiddenStates,
-        group: ProcessGroup | None = None,
-    ) -> Step:
-        """metadata: what `attention.prepare` returned for the step; hidden: memory for its result; group: see `Step`"""
+    def new_step(self, ops: DeviceOps, inputs: DeviceInputs, hidden: HiddenStates, group: ProcessGroup | None) -> Step:
+        """hidden: memory for its result; group: see `Step`"""
         ids = inputs.input_ids
         for replaced, instead in self.program.replaced_ids.items():
             ids = torch.where(ids == replaced, instead, ids)
@@ -184,7 +170,7 @@ class DevicePlan:
                 scales = rotary.query_scales(inputs.position_ids)
             positions.append(Positions(cosines, sines, inputs.slot_mapping, scales))
         positions.append(Positions(None, None, inputs.slot_mapping))
-        return Step(ops, ids, inputs, metadata, kv_cache, attention, hidden, positions, group=group)
+        return Step(ops, ids, inputs, hidden, positions, group=group)
 
     def read(self, name: str) -> Buffer:
         """The buffer of that name as it was written last."""
