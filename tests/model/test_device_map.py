@@ -13,7 +13,6 @@ from safetensors import SafetensorError
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError, ModelError
-from cbatch.base.model_files import stored_tensors
 from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model import device_map as device_maps
@@ -89,17 +88,9 @@ def test_tokens_are_those_of_transformers(
     assert [completion.token_ids for completion in alike] == expected
 
 
-def test_what_lies_where_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards the notice, the lines of `info`, and the bytes in it: those of the weights that are not in memory.
-
-    They are measured from the disk: the system is asked to forget each tensor before it is read.
-    """
+def test_what_lies_where_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards the notice, the lines of `info`, and the bytes in it: those of the weights that are not in memory."""
     network = saved(tmp_path, "llama")
-    forgotten: list[tuple[int, int]] = []
-    monkeypatch.setattr("os.posix_fadvise", lambda file, *place: forgotten.append(place[:2]), raising=False)
-    monkeypatch.setattr("os.POSIX_FADV_DONTNEED", 4, raising=False)
     with SteppingEngine(config(tmp_path, max_memory={"cpu": sum(sizes(network).values()) * 6 // 10})) as engine:
         placement, shown = engine.loaded.placement, engine.describe()
     assert placement is not None
@@ -109,27 +100,22 @@ def test_what_lies_where_is_said(
         memory.layers | disk.layers == set(range(4)) and memory.layers and disk.layers and "embed_tokens" in str(memory)
     )
     assert disk.read_bytes == sum(sizes(network).values()) - memory.weight_bytes
-    assert memory.read_bytes == 0 and disk.read_rate > 0
-    on_disk = {(one.start, one.num_bytes) for one in stored_tensors(tmp_path / "model.safetensors").values()}
-    assert set(forgotten) < on_disk and sum(size for _, size in forgotten) == disk.read_bytes
+    assert memory.read_bytes == 0
     assert shown["placement"] == str(placement) and shown["step cost"] == placement.cost
     assert f"The model is spread: {placement}. {placement.cost}" in caplog.messages
 
 
 def test_sentences_on_places() -> None:
-    """Guards the arithmetic of the cost, and the names of layers."""
+    """Guards the bytes that are read, and the names of layers."""
     gpu = Place("cuda:0", {0, 1, 2, 5}, {"embed_tokens": None}, 10 * 2**30)
-    memory = Place(CPU_MEMORY, {3}, {}, 2**30, read_bytes=2**30, read_rate=2.0**33)
-    disk = Place(DISK, {4, 6}, {"norm": None, "lm_head": None}, 2**31, read_bytes=2**31, read_rate=2.0**30)
+    memory = Place(CPU_MEMORY, {3}, {}, 2**30, read_bytes=2**30)
+    disk = Place(DISK, {4, 6}, {"norm": None, "lm_head": None}, 2**31, read_bytes=2**31)
     assert str(Placement([gpu, memory, disk])) == (
         "embed_tokens, layers 0-2, 5 on cuda:0 (10.0 GiB); layer 3 in CPU memory (1.0 GiB); "
         "norm, lm_head, layers 4, 6 on disk (2.0 GiB)"
     )
-    assert Placement([gpu, memory, disk]).cost == (
-        "A step reads up to 1.0 GiB from CPU memory and 2.0 GiB from disk. At the 8.6 GB/s and 1.1 GB/s measured now "
-        "that takes 2.1 s, or 0.47 tokens/s for each sequence; what the system keeps in its page cache is read faster. "
-        "Sequences that run together share that time."
-    )
+    sentence = "A step reads up to 1.0 GiB from CPU memory and 2.0 GiB from disk, for all sequences together."
+    assert Placement([gpu, memory, disk]).cost == sentence
     assert Placement([gpu]).cost == ""
 
 

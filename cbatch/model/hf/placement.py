@@ -7,26 +7,18 @@ device. accelerate is not imported here.
 
 from __future__ import annotations
 
-import os
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from cbatch.base.model_files import StoredTensor, stored_tensors
+from cbatch.base.model_files import stored_tensors
 from cbatch.base.units import format_bytes
 from cbatch.runtime.device import is_accelerator
-from cbatch.runtime.transfer import synchronize
-
-SAMPLE_S = 0.3
-SAMPLE_BYTES = 256 * 2**20
-"""When a measurement of reading weights ends: after so many seconds, or bytes."""
 
 CPU_MEMORY, DISK = "CPU memory", "disk"
 
@@ -37,7 +29,6 @@ class Place:
 
     weight_bytes: of the weights there, in memory or as they are stored
     read_bytes:   how much of it a step reads from there at most
-    read_rate:    bytes a second, measured; 0 if nothing is read
     """
 
     name: str
@@ -45,7 +36,6 @@ class Place:
     others: dict[str, None] = field(default_factory=dict)
     weight_bytes: int = 0
     read_bytes: int = 0
-    read_rate: float = 0.0
 
     def __str__(self) -> str:
         layers = f"layer{'s' * (len(self.layers) > 1)} {_ranges(self.layers)}"
@@ -64,27 +54,15 @@ class Placement:
 
     @property
     def cost(self) -> str:
-        """Sentences on what a step reads from elsewhere; empty if that is nothing."""
-        read = [place for place in self.places if place.read_bytes]
-        if not read:
-            return ""
-        amounts = " and ".join(f"{format_bytes(place.read_bytes)} from {place.name}" for place in read)
-        rates = " and ".join(_rate(place.read_rate) for place in read)
-        seconds = sum(place.read_bytes / place.read_rate for place in read)
-        takes = f"{_figure(seconds)} s" if seconds >= 1 else f"{_figure(1000 * seconds)} ms"
-        cached = "; what the system keeps in its page cache is read faster" if read[-1].name == DISK else ""
-        return (
-            f"A step reads up to {amounts}. At the {rates} measured now that takes {takes}, or "
-            f"{_figure(1 / seconds)} tokens/s for each sequence{cached}. Sequences that run together share that time."
-        )
+        """A sentence on what a step reads from elsewhere; empty if that is nothing."""
+        amounts = [f"{format_bytes(place.read_bytes)} from {place.name}" for place in self.places if place.read_bytes]
+        return f"A step reads up to {' and '.join(amounts)}, for all sequences together." if amounts else ""
 
 
 def placement_of(network: Any) -> Placement:
-    """Where the weights of a network lie that accelerate has spread; reads some of them to measure how fast that is."""
-    main, weights = input_device(network), offloaded_weights(network)
-    stored = _stored(weights)
+    """Where the weights of a network lie that accelerate has spread."""
+    main, stored = input_device(network), _stored_bytes(offloaded_weights(network))
     places: dict[str, Place] = {}
-    elsewhere: dict[str, dict[str, int]] = {}
     device_map = getattr(network, "hf_device_map", {"": main})
     for name, parameter in network.named_parameters(remove_duplicate=False):
         place = places.setdefault(where := _place_name(device_map, name), Place(where))
@@ -93,15 +71,12 @@ def placement_of(network: Any) -> Placement:
             place.layers.add(int(number))
         else:
             place.others[parts[-2] if len(parts) > 1 else parts[-1]] = None
-        size = stored[name][1].num_bytes if name in stored else parameter.numel() * parameter.element_size()
+        size = stored.get(name, parameter.numel() * parameter.element_size())
         if where == DISK or (where == CPU_MEMORY and is_accelerator(main)):
-            elsewhere.setdefault(where, {})[name] = size
+            place.read_bytes += size
         elif name in getattr(network, "all_tied_weights_keys", {}):
             continue
         place.weight_bytes += size
-    for where, sizes in elsewhere.items():
-        places[where].read_bytes = sum(sizes.values())
-        places[where].read_rate = _read_rate(weights, sizes, stored, main)
     return Placement(list(places.values()))
 
 
@@ -124,55 +99,11 @@ def _ranges(numbers: Iterable[int]) -> str:
     return ", ".join("-".join(map(str, bounds)) for bounds in ranges)
 
 
-def _stored(weights: Any) -> dict[str, tuple[Path, StoredTensor]]:
-    """The file and the place in it of each weight on disk."""
+def _stored_bytes(weights: Any) -> dict[str, int]:
+    """The size of each weight on disk, in its file."""
     index = {} if weights is None else weights.index
-    paths = {name: Path(entry["safetensors_file"]) for name, entry in index.items()}
-    files = {path: stored_tensors(path) for path in set(paths.values())}
-    return {name: (path, files[path][index[name]["weight_name"]]) for name, path in paths.items()}
-
-
-def _read_rate(
-    weights: Any, sizes: Mapping[str, int], stored: Mapping[str, tuple[Path, StoredTensor]], device: torch.device
-) -> float:
-    """Bytes a second of bringing weights to a device as a step does, those of the disk from the disk itself.
-
-    The largest ones that end in time are read, since small ones only show how long a file takes to open.
-    """
-    count, seconds = 0, 0.0
-    for name in sorted(sizes, key=lambda name: (sizes[name] > SAMPLE_BYTES, -sizes[name])):
-        if name in stored and hasattr(os, "posix_fadvise"):  # else the system, macOS, cannot be asked to drop its cache
-            path, tensor = stored[name]
-            with suppress(OSError), path.open("rb") as file:
-                os.fdatasync(file.fileno())  # what is not written yet stays
-                os.posix_fadvise(file.fileno(), tensor.start, tensor.num_bytes, os.POSIX_FADV_DONTNEED)
-        synchronize(device)
-        start = time.perf_counter()
-        _touch(weights[name].to(device))
-        synchronize(device)
-        seconds += time.perf_counter() - start
-        count += sizes[name]
-        if seconds > SAMPLE_S or count > SAMPLE_BYTES:
-            break
-    return count / max(seconds, 1e-9)
-
-
-def _touch(tensor: Tensor) -> None:
-    """Reads what a file of the CPU's memory maps, which happens only when it is used."""
-    if tensor.device.type == "cpu":
-        buffer, content = torch.empty(2**20, dtype=torch.uint8), tensor.reshape(-1).view(torch.uint8)
-        for start in range(0, len(content), len(buffer)):
-            part = content[start : start + len(buffer)]
-            buffer[: len(part)].copy_(part)
-
-
-def _rate(bytes_per_s: float) -> str:
-    return f"{_figure(bytes_per_s / 1e9)} GB/s" if bytes_per_s >= 1e9 else f"{_figure(bytes_per_s / 1e6)} MB/s"
-
-
-def _figure(number: float) -> str:
-    """Two digits: 0.14, 1.2, 35, 1,200."""
-    return f"{float(f'{number:.2g}'):,.12g}"
+    files = {path: stored_tensors(Path(path)) for path in {entry["safetensors_file"] for entry in index.values()}}
+    return {name: files[entry["safetensors_file"]][entry["weight_name"]].num_bytes for name, entry in index.items()}
 
 
 def input_device(network: Any) -> torch.device:
