@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -79,6 +81,23 @@ class StoredMatrix:
     def lost(self, held: Collection[int]) -> set[str]:
         """The formats, for people, whose integers are not kept in the formats that kernels have."""
         return set()
+
+
+@dataclass(eq=False)
+class PlainTensor(StoredMatrix):
+    """A weight that is stored as numbers, by its name among others."""
+
+    tensors: Mapping[str, Tensor]
+    name: str
+    has_rows = False
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple(self.whole.shape)
+
+    @property
+    def whole(self) -> Tensor:
+        return self.tensors[self.name]
 
 
 class StoredWeights(Mapping[str, Tensor]):

@@ -21,9 +21,9 @@ from cbatch.model.formats.gguf_architectures import dense, experts, recurrent  #
 from cbatch.model.formats.gguf_architectures.architecture import BEHIND, Architecture, Config, Metadata, Order, Rule
 from cbatch.model.formats.gguf_architectures.names import NAMES
 from cbatch.model.formats.gguf_file import GgufFile
-from cbatch.model.formats.gguf_weights import GgufMatrix, MadeWeight
+from cbatch.model.formats.gguf_weights import GgufMatrix
 from cbatch.model.ops.program import Program
-from cbatch.model.stored import StoredMatrix
+from cbatch.model.stored import PlainTensor, StoredMatrix
 from cbatch.model.weight import Weight
 
 _EPSILONS = {
@@ -107,9 +107,8 @@ def matrices_of(file: GgufFile, config: Config, program: Program) -> dict[str, S
     """
     architecture, weights = architecture_of(file), {weight.name: weight for weight in program.weights}
     layers = next(name.partition(".0.")[0] for name in weights if ".0." in name)
-    found: dict[str, StoredMatrix] = {
-        name: MadeWeight(numbers) for name, numbers in architecture.made(Metadata(file), config).items()
-    }
+    made = architecture.made(Metadata(file), config)
+    found: dict[str, StoredMatrix] = {name: PlainTensor(made, name) for name in made}
     for name in file.tensors:
         match = _LAYER_TENSOR.fullmatch(name)
         if match is not None and int(match[1]) < config["num_hidden_layers"]:

@@ -123,19 +123,6 @@ class GgufMatrix(StoredMatrix):
                 yield mine, tensor.type, self.file.take(tensor, chosen)
 
 
-class MadeWeight(StoredMatrix):
-    """A weight that is no tensor of a GGUF file, but among its metadata, or what llama.cpp computes with."""
-
-    has_rows = False
-
-    def __init__(self, numbers: Tensor) -> None:
-        self._numbers, self.shape = numbers, tuple(numbers.shape)
-
-    @property
-    def whole(self) -> Tensor:
-        return self._numbers
-
-
 def _put(place: slice | Rows, target: Tensor, part: Tensor) -> Tensor:
     target[place] = part
     return target

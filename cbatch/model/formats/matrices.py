@@ -18,21 +18,6 @@ from cbatch.model.stored import Packing, Rows, StoredMatrix
 from cbatch.model.tensor_files import Tensors
 
 
-class PlainTensor(StoredMatrix):
-    """A tensor that is stored as numbers."""
-
-    has_rows = False
-
-    def __init__(self, tensors: Tensors, name: str) -> None:
-        self.name, self._tensors = name, tensors
-        self.header = tensors.header(name)
-        self.shape = self.header.shape
-
-    @property
-    def whole(self) -> Tensor:
-        return self._tensors[self.name]
-
-
 @dataclass(eq=False)
 class EncodedMatrix(StoredMatrix, ABC):
     """A matrix, or those of all experts one after the other, that is not stored as numbers.

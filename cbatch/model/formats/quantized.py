@@ -13,11 +13,11 @@ from typing import Any, cast
 from cbatch.base.errors import ModelError
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.formats import methods
-from cbatch.model.formats.matrices import EncodedMatrix, PlainTensor
+from cbatch.model.formats.matrices import EncodedMatrix
 from cbatch.model.formats.settings import FLOATS, Headers, Method, Settings, UnreadQuantization
 from cbatch.model.ops.program import Program
 from cbatch.model.program_model import resolved
-from cbatch.model.stored import StoredMatrix, StoredWeights
+from cbatch.model.stored import PlainTensor, StoredMatrix, StoredWeights
 from cbatch.model.tensor_files import Tensors
 
 _KEY = "quantization_config"
@@ -100,8 +100,8 @@ def _have_stacks(names: Iterable[str]) -> bool:
 
 def _check(tensors: Tensors, name: str, source: StoredMatrix, shape: tuple[int, ...]) -> None:
     """Raises ModelError for a matrix with another shape than the program's, and for a tensor without numbers."""
-    if isinstance(source, PlainTensor) and source.header.type not in FLOATS:
-        raise ModelError(f"Cannot load {tensors.folder}: {source.name} is {source.header}, which is not quantized.")
+    if isinstance(source, PlainTensor) and (header := tensors.header(source.name)).type not in FLOATS:
+        raise ModelError(f"Cannot load {tensors.folder}: {source.name} is {header}, which is not quantized.")
     if isinstance(source, EncodedMatrix) and source.shape != shape:
         raise ModelError(
             f"Cannot load {tensors.folder}: {name} is {list(source.shape)}, and its config.json has {list(shape)}."

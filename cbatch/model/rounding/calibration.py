@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -39,7 +38,7 @@ from cbatch.model.ops.products import linear
 from cbatch.model.ops.program import Program
 from cbatch.model.program_model import check_weights, resolved
 from cbatch.model.rounding.error_feedback import in_parts, moments_of, rounded_to_4_bits
-from cbatch.model.stored import Packing, Rows, StoredMatrix, StoredWeights, rows_of
+from cbatch.model.stored import Packing, PlainTensor, Rows, StoredMatrix, StoredWeights, rows_of
 from cbatch.model.tensor_files import Tensors
 from cbatch.model.weight import Matrix, Weight
 from cbatch.runtime.batch import RaggedBatch
@@ -86,7 +85,7 @@ class CalibratedWeights(StoredWeights):
         device:  that rounds them
         ids:     that go through the model; None to round all matrices to 8 bits
         """
-        found: dict[str, StoredMatrix] = {name: _Numbers(tensors, name) for name in tensors}
+        found: dict[str, StoredMatrix] = {name: PlainTensor(tensors, name) for name in tensors}
         self._parts = [part for matrix in _matrices_of(program) for part in matrix.parts]
         format = INT8 if ids is None else INT4_ZEROS
         found |= {part.name: RoundedMatrix(tensors, part, format, self) for part in self._parts}
@@ -182,24 +181,7 @@ def _moments_of_means(rows: Tensor) -> Tensor:
     return _WEIGHT_OF_MEANS * moments_of((rows.cumsum(1) / counts[:, None]).flatten(0, 1))
 
 
-class _Numbers(StoredMatrix):
-    """A weight that stays what it is."""
-
-    has_rows = False
-
-    def __init__(self, tensors: Mapping[str, Tensor], name: str) -> None:
-        self.name, self._tensors = name, tensors
-
-    @cached_property
-    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return tuple(self._tensors[self.name].shape)
-
-    @property
-    def whole(self) -> Tensor:
-        return self._tensors[self.name]
-
-
-class RoundedMatrix(_Numbers):
+class RoundedMatrix(PlainTensor):
     """A matrix, or those of all experts, in 4 bits, or rounded to 8."""
 
     has_rows = True
