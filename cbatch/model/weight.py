@@ -84,7 +84,7 @@ class Matrix:
 class Norm:
     """RMSNorm (Zhang and Sennrich, 2019) or LayerNorm (Ba et al., 2016), in float32.
 
-    kind:         none copies
+    kind:         none: weight and bias alone
     weight, bias: as long as the row that is normed; parts side by side, none for 1 and 0
     """
 

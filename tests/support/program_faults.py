@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from cbatch.model.ops.all import (
+    RESIDUAL,
     Activation,
     Attend,
     Experts,
@@ -24,7 +25,6 @@ from cbatch.model.ops.all import (
     PrepareHeads,
     Program,
     Route,
-    Scale,
     SelectiveScan,
     ShortConvolution,
 )
@@ -142,7 +142,9 @@ FAULTS: dict[str, tuple[str, Fault]] = {
     "gate dropped": ("afmoe", drop(Gate)),
     "gate of the shared expert dropped": ("qwen2_moe", drop(Gate)),
     "gate of each layer's embedding dropped": ("gemma4_text", drop(Gate)),
-    "layers not scaled": ("gemma4_text", drop(Scale)),
+    "layers not scaled": ("gemma4_text", change(
+        Normalize, lambda one: replace(one, norm=Norm("none", 0.0)) if one.source == one.target == RESIDUAL else one
+    )),
     "latent columns moved": ("deepseek_v3", change(Gather, lambda one: replace(one, columns=one.columns.roll(1)))),
     "another activation": ("arcee", _activation(name="relu")),
     "gelu taken for its approximation": ("gpt_neox", _activation(name="gelu_tanh")),

@@ -14,7 +14,7 @@ NO_NORM, RMS_NORM, LAYER_NORM = range(3)
 
 
 class NormParams(NamedTuple):
-    """kind: NO_NORM copies; weight, bias: as long as the row, or empty for 1 and 0."""
+    """kind: NO_NORM: weight and bias alone; weight, bias: as long as the row, or empty for 1 and 0."""
 
     kind: int
     eps: float
@@ -54,5 +54,7 @@ def normalize(x: Any, norm: NormParams, out: Any) -> None:
             squares += (x[i] - mean) * (x[i] - mean)
         factor = np.float32(1) / np.sqrt(squares / np.float32(len(x)) + np.float32(norm.eps))
         _scale(x, mean, factor, norm, out)
+    elif len(norm.weight) or len(norm.bias):
+        _scale(x, np.float32(0), np.float32(1), norm, out)
     else:
         copy_row(x, out)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.families.builder import STACKED, Builder, HeadSizes, Layer, NormKind
 from cbatch.model.families.decoder import (
@@ -19,7 +21,7 @@ from cbatch.model.families.decoder import (
     separate_qkv,
 )
 from cbatch.model.families.rotary import read_rotary
-from cbatch.model.ops.all import RESIDUAL, Embed, Gate, HeadNorms, Linear, Matrix, Norm, Normalize, Scale, Weight
+from cbatch.model.ops.all import RESIDUAL, Embed, Gate, HeadNorms, Linear, Matrix, Norm, Normalize, Weight
 
 
 @family("gemma")
@@ -104,7 +106,8 @@ def gemma4(model: Builder) -> None:
             model.add(Gate("per_layer", "layer_input", start=layer.number * per_layer, function="identity"))
             projection = layer.matrix("per_layer_projection", hidden, per_layer)
             layer.add_to_residual("layer_input", projection, after="post_per_layer_input_norm")
-        model.add(Scale(RESIDUAL, layer.weight("layer_scalar", 1)))
+        scalar = replace(layer.weight("layer_scalar", 1), rows=torch.zeros(hidden, dtype=torch.int64))
+        model.add(Normalize(RESIDUAL, RESIDUAL, Norm("none", 0.0, (scalar,))))
 
     decoder(
         model, attend, feed, norms=("input_layernorm", "pre_feedforward_layernorm"), scale=hidden**0.5,

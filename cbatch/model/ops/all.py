@@ -19,7 +19,6 @@ from cbatch.model.ops.normalize import Normalize as Normalize
 from cbatch.model.ops.operation import Operation as Operation
 from cbatch.model.ops.program import Program as Program
 from cbatch.model.ops.program import Rotary as Rotary
-from cbatch.model.ops.scale import Scale as Scale
 from cbatch.model.ops.selective_scan import SelectiveScan as SelectiveScan
 from cbatch.model.weight import RESIDUAL as RESIDUAL
 from cbatch.model.weight import Activation as Activation

@@ -12,11 +12,10 @@ from cbatch.model.ops.device_kernel import device_kernel
 def normed(x: Tensor, norm: NormWeights) -> Tensor:
     """The last dimension, normed in float32."""
     x = x.float()
-    if norm.kind == "none":
-        return x
     if norm.kind == "layer":
         x = x - x.mean(dim=-1, keepdim=True)
-    x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + norm.eps)
+    if norm.kind != "none":
+        x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + norm.eps)
     x = x if norm.weight is None else x * norm.weight
     return x if norm.bias is None else x + norm.bias
 
