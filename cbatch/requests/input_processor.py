@@ -69,7 +69,7 @@ class InputProcessor:
                 self._openai_params = replace(self._params, max_tokens=None)
         if self._params.constraint is not None:  # now, instead of an error for each request
             require_package("llguidance")
-            self._compile(self._params, (), None)
+            model.compile(self._params, (), None)
         self._template = _with_fields(defaults.template, template)
         self._effort_fields(self._params, self._has_template)  # now, instead of an error for each request
 
@@ -154,7 +154,7 @@ class InputProcessor:
                 return request
             prompt_ids = request.prompt_ids = self._fitting_ids(request)
             self._model.limits.max_new_tokens(len(prompt_ids), at_least=0)  # else many too long ones would wait for it
-            request.grammar = self._compile(params, request.tools, request.choice)
+            request.grammar = self._model.compile(params, request.tools, request.choice)
             if params.bad_words and tokenizer is not None:
                 tokenizer.bad_word_ids(params.bad_words)  # fills a cache here, not on the engine's thread
             request.prefix = request.answer
@@ -165,13 +165,6 @@ class InputProcessor:
                 request.opens_thinking = tokenizer.opens_thinking(prompt_ids, request.prefix)
                 request.is_thinking = tokenizer.is_thinking_after(request.prefix, opened=request.opens_thinking)
         return request
-
-    def _compile(
-        self, params: SamplingParams, tools: Sequence[Mapping[str, Any]], choice: ToolChoice | None
-    ) -> CompiledGrammar | None:
-        if (grammar := self._model.compile(params, tools, choice)) is not None:
-            grammar.check_budget(params.max_tokens)
-        return grammar
 
     def refused(self, row: Request, error: RequestError, data: bytes) -> Completion:
         """The result of a row for which `request` raises.

@@ -81,7 +81,6 @@ class ConstraintCompiler:
             return constraint_error(constraint, matcher.get_error())
         byte_matcher = self._library.LLMatcher(self._bytes, grammar, limits=limits, log_level=0)
         return CompiledGrammar(
-            constraint,
             matcher,
             None if constraint.kind == "tool_call" or byte_matcher.is_error() else byte_matcher,
             self.vocab_size,

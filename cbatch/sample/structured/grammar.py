@@ -13,16 +13,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.base.errors import RequestError, invalid_row
-from cbatch.base.params import Constraint
 from cbatch.sample.structured.closing import MAX_BYTES, short_end
-from cbatch.sample.structured.fewest_tokens import fewest_tokens
 from cbatch.sample.structured.sandbox import is_dead_end
 from cbatch.sample.structured.token_bitmask import bitmask_of, full_bitmask
 
@@ -42,7 +40,6 @@ SPARE_BYTES = 256
 class CompiledGrammar:
     """A compiled constraint, made by `ConstraintCompiler.compile`. Any number of requests may share it.
 
-    constraint:   what was compiled
     matcher:      over the tokens of the model
     byte_matcher: the same over single bytes; None if the form has special tokens in it
     token_bytes:  of each token
@@ -50,7 +47,6 @@ class CompiledGrammar:
     growth:       about how many tokens a way to the end can grow by if one token comes
     """
 
-    constraint: Constraint
     matcher: Any
     byte_matcher: Any
     vocab_size: int
@@ -64,16 +60,6 @@ class CompiledGrammar:
         found = self.closing(self.byte_matcher, MAX_BYTES) if self.byte_matcher is not None else None
         is_right = found is not None and self.matcher.validate_tokens(list(found)) == len(found)
         return found if is_right else None
-
-    @cached_property
-    def _fewest(self) -> Callable[[int], int]:
-        return lru_cache(CACHE_SIZE)(partial(fewest_tokens, self.constraint, self.token_bytes))
-
-    def check_budget(self, max_tokens: int | None) -> None:
-        """Raises RequestError (`invalid_row`) if no output of so many tokens can have the form."""
-        if max_tokens and (fewest := self._fewest(max_tokens)) > max_tokens:
-            what = "shortest choice" if self.constraint.kind == "choice" else "shortest match of the regex"
-            raise invalid_row(f"the {what} has at least {fewest} tokens, and max_tokens is {max_tokens}.")
 
     @cached_property
     def most_bytes(self) -> int:

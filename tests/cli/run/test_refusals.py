@@ -70,7 +70,6 @@ BY_THE_MODEL = [
     ("in.jsonl --kv-cache-memory lots", "not an amount of memory"),
     ("in.jsonl --kv-cache-memory 99999GiB", "are free"),
     ("in.jsonl --device cuda:99", "'cuda:99' cannot be used"),
-    ('in.jsonl --max-tokens 2 --param regex="[0-9]{90}"', "the shortest match of the regex has at least"),
     ("in.jsonl --lora sql=./nowhere", "The LoRA adapter sql cannot be used: there is no folder ./nowhere."),
 ]
 
