@@ -24,7 +24,7 @@ from cbatch.kernels.operands import AdapterRows, Recurrence
 from cbatch.kernels.triton.attention_metadata import StepBuffers
 from cbatch.model.base import CapturableModel, DeviceInputs, HiddenStates
 from cbatch.model.lora.device import in_order
-from cbatch.runtime.batch import Logits, RaggedBatch, SampledOnDevice
+from cbatch.runtime.batch import Logits, RaggedBatch, SampledTokens
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.memory import is_out_of_memory
 from cbatch.runtime.process_group import ProcessGroup
@@ -162,7 +162,7 @@ class _Shared:
     hidden:          of all tokens of a step
     logits:          [R, vocabulary] float32, of the tokens that have an output
     words:           [R, PARAM_WORDS] int32, the sampling parameters of a decode step
-    tokens, largest: [R], what is sampled in a decode step, see `SampledOnDevice`
+    tokens, largest: [R], what is sampled in a decode step, see `SampledTokens`
     """
 
     def __init__(self, model: CapturableModel, sizes: GraphSizes) -> None:
@@ -181,9 +181,9 @@ class _Shared:
         else:
             self._fixed.zero()
 
-    def sampled(self, count: int) -> SampledOnDevice:
+    def sampled(self, count: int) -> SampledTokens[torch.Tensor]:
         """The first tokens. They are a copy: the next step has them as its input, and may have to be tried again."""
-        return SampledOnDevice(self.tokens[:count].clone(), self.largest[:count])
+        return SampledTokens(self.tokens[:count].clone(), self.largest[:count])
 
 
 class StepGraphs:

@@ -44,7 +44,7 @@ from cbatch.model.packed_file import PackedFile
 from cbatch.model.program_model import ProgramModel
 from cbatch.model.stored import StoredWeights
 from cbatch.model.weight import RESIDUAL
-from cbatch.runtime.batch import Argmax, Logits, RaggedBatch
+from cbatch.runtime.batch import Logits, RaggedBatch, SampledTokens
 from cbatch.runtime.cpu import empty, near_weights, num_threads
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.state_pool import StatePool, StepStates
@@ -145,7 +145,7 @@ class CpuModel(ProgramModel):
         outputs, logits = self._outputs_for(len(batch.rows))
         self._thread_pool.run(kernels.run_step, *self._arguments(batch, kv_cache, outputs))
         sums = None if batch.pooled is None else batch.pooled.sums(self.device, partial(self._hidden, len(batch.ids)))
-        return Logits(logits, Argmax(outputs.tokens, outputs.largest), sums=sums)
+        return Logits(logits, SampledTokens(outputs.tokens, outputs.largest), sums=sums)
 
     def _hidden(self, tokens: int, rows: Tensor) -> Tensor:
         """The hidden states [P, hidden size] float32 of rows of a step of so many tokens, which has just run."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -82,36 +82,39 @@ class BlockTables:
             self._array = np.zeros((8 * rows, self._array.shape[1]), np.int32)
 
 
-class Argmax(NamedTuple):
-    """The token with the largest logit of each of R rows (the first of equal ones), on the host.
+Values = TypeVar("Values", bound=Tensor | NDArray[Any])
 
-    tokens: [R] int64
-    logits: [R] float32, NaN if any logit of the row is
+
+class SampledTokens(NamedTuple, Generic[Values]):
+    """A token of each of R rows: tensors on the device of the logits, or arrays if a CPU has found them.
+
+    They remain arrays of numpy, because the first operations of torch after a step are slow.
+
+    tokens:  [R] int64
+    largest: [R] float32, the largest logit of each row. If it is not finite, the token has no meaning: the row's logits
+             are no numbers, or nothing is allowed
     """
 
-    tokens: NDArray[np.int64]
-    logits: NDArray[np.float32]
+    tokens: Values
+    largest: Values
 
-
-class SampledOnDevice(NamedTuple):
-    """Tokens [R] int64 and the largest logit [R] float32 of each row, on the device of the logits."""
-
-    tokens: Tensor
-    largest: Tensor
+    def get(self) -> tuple[list[int], list[float]]:
+        """Both as lists. Waits for the device."""
+        return self.tokens.tolist(), self.largest.tolist()
 
 
 class Logits(NamedTuple):
     """The output of a model for R rows.
 
     values:  [R, V]
-    argmax:  of the rows, if the model has computed it
+    argmax:  the likeliest token of each row, the first of equal ones, if the model has computed it on the host
     sampled: tokens of the rows as they are, if sampling was part of a captured step
     sums:    [E, hidden size], of each chunk that is pooled (see `PooledRows`)
     """
 
     values: Tensor
-    argmax: Argmax | None = None
-    sampled: SampledOnDevice | None = None
+    argmax: SampledTokens[NDArray[Any]] | None = None
+    sampled: SampledTokens[Tensor] | None = None
     sums: Tensor | None = None
 
 

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from cbatch.base.errors import RequestError, invalid_row
 from cbatch.base.outputs import Sample, TokenLogprobs
-from cbatch.runtime.batch import InFlightTokens, Logits, ScoringRows
+from cbatch.runtime.batch import InFlightTokens, Logits, SampledTokens, ScoringRows
 from cbatch.runtime.transfer import HostCopy, to_device
 from cbatch.sample.processors import process_logits
 from cbatch.sample.row_masks import RowMasks
-from cbatch.sample.sampler import SampledTokens, Sampler, pack_sampling_params, rows_for_torch
+from cbatch.sample.sampler import Sampler, pack_sampling_params, rows_for_torch
 from cbatch.sample.structured.masks import Place, TokenMasks
 from cbatch.schedule.output import SchedulerOutput, StepResult
 from cbatch.schedule.sequence import NAN, TokenSequence
@@ -82,7 +82,8 @@ class PendingSample:
         self._sequences = sequences
         self._constrained_rows = _constrained_rows(sequences)
         self._masks = masks
-        self._sampled: SampledTokens | None = None
+        self._sampled: SampledTokens[Any] | None = None
+        self._copy: HostCopy | None = None
         self._logprobs: PendingLogprobs | None = None
         self._logprob_rows: list[int] = []
         """Rows whose tokens `_logprobs` has, then those whose alternatives it has."""
@@ -93,18 +94,17 @@ class PendingSample:
                 values = process_logits(values, sequences)
                 row_masks = RowMasks.build(sequences, masks, self._constrained_rows, values)
                 argmax = sampled = None
-            if sampled is not None:
-                self._sampled = SampledTokens(*sampled)
-            else:
-                self._sampled = sampler.sample(values, sequences, positions, argmax, row_masks)
+            self._sampled = sampled or sampler.sample(values, sequences, positions, argmax, row_masks)
+            if isinstance(self._sampled.tokens, Tensor):
+                self._copy = HostCopy(*self._sampled)
             rows = [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
             if rows:
-                self._begin_logprobs(logits.values, rows, self._sampled.tokens)
+                self._begin_logprobs(logits.values, rows, torch.as_tensor(self._sampled.tokens))
 
     @property
     def in_flight_tokens(self) -> InFlightTokens:
         """The sampled tokens on the device, as inputs of the next step."""
-        tokens = self._sampled.tokens if self._sampled is not None else torch.empty(0, dtype=torch.int64)
+        tokens = torch.as_tensor(self._sampled.tokens) if self._sampled else torch.empty(0, dtype=torch.int64)
         rows: dict[TokenSequence, int] = {}
         for row, sequence in enumerate(self._sequences):
             rows.setdefault(sequence, row)
@@ -112,7 +112,8 @@ class PendingSample:
 
     def get(self) -> StepResult:
         """Waits for the results of the step."""
-        token_ids, largest = self._sampled.get() if self._sampled is not None else ([], [])
+        sampled = self._sampled if self._copy is None else SampledTokens(*self._copy.get())
+        token_ids, largest = sampled.get() if sampled is not None else ([], [])
         found_scores = iter(self._scores.get() if self._scores is not None else ())
         scores = [[next(found_scores) for _ in chunk.scored_tokens] for chunk in self.scheduled.to_score]
         wrong = [

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from struct import Struct
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.base.params import PARAMS
-from cbatch.runtime.batch import Argmax, SampledOnDevice
+from cbatch.runtime.batch import SampledTokens
 from cbatch.runtime.cpu import num_threads
 from cbatch.runtime.device import is_nvidia
-from cbatch.runtime.transfer import HostCopy, to_device
+from cbatch.runtime.transfer import to_device
 from cbatch.sample.row_masks import RowMasks
 from cbatch.schedule.sequence import TokenSequence
 
@@ -102,34 +103,6 @@ def pack_sampling_params(sequences: Sequence[TokenSequence], positions: Sequence
     return words
 
 
-class SampledTokens:
-    """Sampled tokens on their way to the host.
-
-    Those that a CPU has found remain arrays of numpy, because the first operations of torch after a step are slow.
-    """
-
-    def __init__(self, tokens: Tensor | NDArray[np.int64], largest: Tensor | NDArray[np.float32]) -> None:
-        """The token and the largest logit of R rows [R]: both tensors on the device of the logits, or both arrays."""
-        self._tokens, self._largest = tokens, largest
-        self._copy: HostCopy | None = None
-        if isinstance(tokens, Tensor) and isinstance(largest, Tensor):
-            self._copy = HostCopy(tokens, largest)
-
-    @property
-    def tokens(self) -> Tensor:
-        """[R] int64, on the device of the logits."""
-        return self._tokens if isinstance(self._tokens, Tensor) else torch.from_numpy(self._tokens)
-
-    def get(self) -> tuple[list[int], list[float]]:
-        """Waits for the token and the largest logit of each row.
-
-        A row whose largest logit is not finite has no meaningful token: its logits are no numbers, or nothing is
-        allowed.
-        """
-        tokens, largest = self._copy.get() if self._copy is not None else (self._tokens, self._largest)
-        return tokens.tolist(), largest.tolist()
-
-
 class Sampler:
     """Chooses the tokens of one engine. Does not wait for a GPU.
 
@@ -166,9 +139,9 @@ class Sampler:
         logits: Tensor,
         sequences: Sequence[TokenSequence],
         positions: Sequence[int],
-        argmax: Argmax | None = None,
+        argmax: SampledTokens[NDArray[Any]] | None = None,
         masks: RowMasks | None = None,
-    ) -> SampledTokens:
+    ) -> SampledTokens[Any]:
         """Samples a token for each row of logits [R, V].
 
         positions: see `pack_sampling_params`
@@ -183,7 +156,7 @@ class Sampler:
         if argmax is not None or (logits.dtype == torch.float32 and logits.device.type == "cpu"):
             if argmax is None:
                 best = logits.numpy().argmax(axis=-1)  # many times faster than torch's
-                argmax = Argmax(best, logits.numpy()[np.arange(len(best)), best])
+                argmax = SampledTokens(best, logits.numpy()[np.arange(len(best)), best])
             tokens, largest = argmax
             if drawn:
                 tokens = tokens.copy()
@@ -200,7 +173,7 @@ class Sampler:
 
     def _sample_by_kernel(
         self, logits: Tensor, sequences: Sequence[TokenSequence], positions: Sequence[int], masks: RowMasks | None
-    ) -> SampledTokens:
+    ) -> SampledTokens[Any]:
         packed, sets = pack_sampling_params(sequences, positions), None
         if masks is not None:
             packed[:, 6], sets = masks.index + 1, masks.bitmasks.to(logits.device, non_blocking=True)
@@ -218,7 +191,7 @@ class Sampler:
         tokens: Tensor | None = None,
         largest: Tensor | None = None,
         masks: Tensor | None = None,
-    ) -> SampledOnDevice:
+    ) -> SampledTokens[Tensor]:
         """The token [R] int64 and the largest logit [R] float32 of each row, by the kernel.
 
         Everything that changes from step to step is read on the device, so that a CUDA graph may contain the call.
@@ -234,7 +207,7 @@ class Sampler:
         if largest is None:
             largest = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
         self._kernel(logits, words, tokens, largest, masks)
-        return SampledOnDevice(tokens, largest)
+        return SampledTokens(tokens, largest)
 
 
 def rows_for_torch(sequences: Sequence[TokenSequence]) -> list[int]:

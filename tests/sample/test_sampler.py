@@ -16,7 +16,7 @@ from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
 from cbatch.engine.loop import StepLoop
 from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.runtime.batch import Logits, SampledOnDevice
+from cbatch.runtime.batch import Logits, SampledTokens
 from cbatch.sample.output import PendingSample, sampling_params
 from cbatch.sample.processors import process_logits
 from cbatch.sample.row_masks import RowMasks
@@ -194,7 +194,7 @@ def pending(sequences: list[TokenSequence], logits: Logits) -> PendingSample:
 def test_tokens_of_a_recorded_step_are_taken_unless_logits_are_changed() -> None:
     """Guards both sides of sampling inside a graph: nothing is sampled twice, and no penalty is left out."""
     logits = random_logits(2)
-    sampled = SampledOnDevice(torch.tensor([7, 8]), torch.tensor([1.0, 2.0]))
+    sampled = SampledTokens(torch.tensor([7, 8]), torch.tensor([1.0, 2.0]))
     plain, biased = make_request(), make_request(logit_bias={30: 100.0})
     step = pending([plain, plain], Logits(logits, sampled=sampled))
     assert [sample.token_id for sample in step.get().samples] == [7, 8]

@@ -10,9 +10,10 @@ import torch
 
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
+from cbatch.runtime.batch import SampledTokens
 from cbatch.sample import sampler
 from cbatch.sample.row_masks import RowMasks
-from cbatch.sample.sampler import SampledTokens, Sampler, SamplingMetadata, gumbel_noise
+from cbatch.sample.sampler import Sampler, SamplingMetadata, gumbel_noise
 from cbatch.schedule.sequence import TokenSequence
 
 LOGIT_SHAPES = ["normal", "peaked", "flat", "masked", "equal", "one left"]
@@ -58,7 +59,7 @@ def positions_of(sequences: list[TokenSequence]) -> list[int]:
     return [len(sequence.token_ids) for sequence in sequences]
 
 
-def sample(logits: torch.Tensor, sequences: list[TokenSequence], masks: RowMasks | None = None) -> SampledTokens:
+def sample(logits: torch.Tensor, sequences: list[TokenSequence], masks: RowMasks | None = None) -> SampledTokens[Any]:
     """As an engine samples on the device of the logits."""
     return Sampler(logits.device).sample(logits, sequences, positions_of(sequences), masks=masks)
 

@@ -21,7 +21,7 @@ from cbatch import SteppingEngine
 from cbatch.attention.base import AttentionBackend
 from cbatch.model.cpu import CpuModel
 from cbatch.model.loader import LoadedModel
-from cbatch.runtime.batch import Argmax, Logits, RaggedBatch
+from cbatch.runtime.batch import Logits, RaggedBatch, SampledTokens
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.schedule.draft_policy import DraftPolicy
 from cbatch.schedule.draft_sources import DraftSources, Proposal
@@ -53,7 +53,7 @@ class ScriptedModel(CpuModel):
         told = self.script(batch.ids[batch.rows], batch.positions[batch.rows])
         values, rows = logits.values.numpy(), np.arange(len(told))
         values[rows, told] += BONUS
-        return Logits(logits.values, Argmax(told, values[rows, told]))
+        return Logits(logits.values, SampledTokens(told, values[rows, told]))
 
 
 def load_scripted(name: str, config: Config) -> tuple[LoadedModel, ScriptedModel]:
