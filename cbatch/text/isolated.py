@@ -5,8 +5,8 @@ That one bounds time and memory for each text, and may crash without harm.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,7 @@ million characters.
 
 MAX_ANSWER_BYTES = 1 << 30
 
-_MAX_IDS, _LAST_ID = 300_000, 2**32 - 1
-_NUM_SEQUENCES, _SEQUENCE_LENGTH = 200, 12
+_MAX_IDS, _MAX_ADDED, _LAST_ID = 300_000, 1000, 2**32 - 1
 
 _TEXTS = (
     "", "a", " ", "    ", "\n", " \n\t\r\n ", "\x00", "\u0301", "e\u0301 \u0301a", "\ufffd", "\u200d\u200b\ufeff",
@@ -83,14 +82,21 @@ class WorkerBackend(TokenizerBackend):
 
         Raises ModelError, with one sentence, if it cannot be loaded or a part fails.
         """
-        self._source = source
         self.sandbox = Sandbox(f"{__name__}:TokenizerServer", source, revision, limits=LIMITS)
         self.ask = partial(_ask, self.sandbox)
-        self.info: dict[str, Any] = self._try("info", what="it cannot be loaded")
-        if "error" in self.info:
-            raise ModelError(self.info["error"])
-        self._try("try_encoding", what="it cannot encode texts")
-        self._try("try_decoding", what="its decoder does not work")
+        try:
+            self.info: dict[str, Any] = self.ask("info")
+            if "error" in self.info:
+                raise ModelError(self.info["error"])
+            self.ask("try_out")
+        except TokenizerFailed as failed:
+            self.sandbox.close()
+            raise ModelError(
+                f"The tokenizer of {source} cannot be used ({printable(failed.reason)}); take its files from the "
+                "original model."
+            ) from failed
+        except RequestError as error:
+            raise ModelError(str(error)) from error
         self._added = {number: AddedToken(content, special=special) for number, content, special in self.info["added"]}
         self.decoder = self.info["decoder"]
         self.id_to_token = lru_cache(1 << 16)(partial(self.ask, "id_to_token"))
@@ -110,18 +116,6 @@ class WorkerBackend(TokenizerBackend):
 
     def to_str(self) -> str:
         return str(self.ask("to_str"))
-
-    def _try(self, method: str, *arguments: Any, what: str) -> Any:
-        try:
-            return self.ask(method, *arguments)
-        except TokenizerFailed as failed:
-            self.sandbox.close()
-            raise ModelError(
-                f"The tokenizer of {self._source} cannot be used: {what} ({printable(failed.reason)}); "
-                "take its files from the original model."
-            ) from failed
-        except RequestError as error:
-            raise ModelError(str(error)) from error
 
 
 def _ask(sandbox: Sandbox, method: str, *arguments: Any) -> Any:
@@ -175,26 +169,24 @@ class TokenizerServer:
             "decoder": str(tokenizer.backend.decoder),
         }
 
-    def try_encoding(self) -> None:
-        """Encodes texts with and without special tokens. Raises TokenizerFailed if a part panics."""
-        backend = self._tokenizer.backend
-        added = [token.content for token in backend.get_added_tokens_decoder().values()][:1000]
-        for text in (*_TEXTS, *(f"a{content} b" for content in added), " ".join(added)):
-            for special in (False, True):
-                _attempt(partial(backend.encode, text, add_special_tokens=special))
+    def try_out(self) -> None:
+        """Encodes texts, with and without special tokens, decodes them as they come, and decodes every token alone.
 
-    def try_decoding(self) -> None:
-        """Decodes every token alone, any tokens together, and tokens as they come. Raises TokenizerFailed."""
-        backend, choose = self._tokenizer.backend, random.Random(0)
-        size = min(backend.tokenizer.get_vocab_size(), _MAX_IDS)
-        for token_id in (*range(size), *backend.get_added_tokens_decoder(), _LAST_ID):
-            _attempt(partial(backend.decode, [token_id], skip_special_tokens=False))
-        for _ in range(_NUM_SEQUENCES):
-            ids = [choose.randrange(size) for _ in range(choose.randrange(_SEQUENCE_LENGTH))]
-            _attempt(partial(backend.decode, ids, skip_special_tokens=choose.random() < 0.5))
-            _attempt(partial(_stream, backend, ids))
-        for text in _TEXTS:
-            _attempt(partial(_stream, backend, text))
+        Raises TokenizerFailed if a part panics. Errors of the library are those of the texts that raise them.
+        """
+        backend = self._tokenizer.backend
+        added = backend.get_added_tokens_decoder()
+        names = [token.content for token in added.values()][:_MAX_ADDED]
+        for text in (*_TEXTS, *(f"a{name} b" for name in names), " ".join(names)):
+            for special in (False, True):
+                with _library_errors():
+                    ids = backend.encode(text, add_special_tokens=special).ids
+                    stream = backend.stream(ids[:2])
+                    stream.push(ids[2:])
+                    stream.flush()
+        for token_id in (*range(min(backend.tokenizer.get_vocab_size(), _MAX_IDS)), *added, _LAST_ID):
+            with _library_errors():
+                backend.decode([token_id], skip_special_tokens=False)
 
     def encoded(self, text: str, add_special_tokens: bool) -> list[Any]:
         encoded = self._tokenizer.backend.encode(text, add_special_tokens=add_special_tokens)
@@ -207,19 +199,12 @@ class TokenizerServer:
         return [stream.push(token_ids), stream.context, stream.undecoded]
 
 
-def _attempt(action: Callable[[], Any]) -> None:
-    """Raises TokenizerFailed for a panic. Errors of the library are those of the texts that raise them."""
+@contextmanager
+def _library_errors() -> Iterator[None]:
+    """Passes over errors of the library, but not TokenizerFailed."""
     try:
-        action()
+        yield
     except TokenizerFailed:
         raise
     except Exception:
         pass
-
-
-def _stream(backend: TokenizerBackend, tokens: str | list[int]) -> None:
-    ids = backend.encode(tokens).ids if isinstance(tokens, str) else tokens
-    stream = backend.stream(ids[:2])
-    for token_id in ids[2:]:
-        stream.push([token_id])
-    stream.flush()
