@@ -13,7 +13,6 @@ are equally good to the last bits of a float32.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from struct import Struct
 from typing import Any
 
@@ -39,38 +38,8 @@ PARAM_WORDS = 8
 _ROW = Struct("=fffiQQ")
 """The first words of a row, then seed and sample number, from which its noise key is made."""
 
-CPU = torch.device("cpu")
-
 Filter = Callable[[Tensor, Tensor], Tensor]
 _Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingMetadata:
-    """Parameters of the D rows of a step that are sampled at random.
-
-    temperature: [D]
-    keys:        [D, 2] int64, keys of the noise
-    filters:     [D, 1] each, the values of the filters that a row asks for, by name
-    """
-
-    temperature: Tensor
-    keys: Tensor
-    filters: Mapping[str, Tensor]
-
-    @classmethod
-    def build(
-        cls, sequences: Sequence[TokenSequence], positions: Sequence[int], device: torch.device
-    ) -> SamplingMetadata:
-        params = [sequence.params for sequence in sequences]
-        values = {
-            name: np.array([[getattr(one, name)] for one in params], np.float32)
-            for name in FILTERS
-            if any(one.asks_for([name]) for one in params)
-        }
-        words, *columns = to_device([pack_sampling_params(sequences, positions), *values.values()], device)
-        temperature = words[:, 0].contiguous().view(torch.float32)
-        return cls(temperature, words[:, 4:6].long() & _MASK32, dict(zip(values, columns, strict=True)))
 
 
 def pack_sampling_params(sequences: Sequence[TokenSequence], positions: Sequence[int]) -> NDArray[np.int32]:
@@ -82,8 +51,8 @@ def pack_sampling_params(sequences: Sequence[TokenSequence], positions: Sequence
     positions: [R], at which place of its sequence each token will be. That is the `stop` of the chunk that it follows,
                so a step can be packed before the tokens of the previous one are known.
 
-    `SamplingMetadata.build`, `_draw_on_host` and the Triton kernels read these by their number; filters that the
-    kernels do not have are not among them. Words that are all 0 are a greedy row.
+    `_draw_rows`, `_draw_on_host` and the Triton kernels read these by their number; filters that the kernels do not
+    have are not among them. Words that are all 0 are a greedy row.
     """
     if all(sequence.params.greedy for sequence in sequences):
         return np.zeros((len(sequences), PARAM_WORDS), np.int32)
@@ -164,7 +133,7 @@ class Sampler:
                 if fused := [row for row in drawn if row not in in_torch]:
                     tokens[fused] = _draw_on_host(logits, fused, sequences, positions)
                 if in_torch:
-                    tokens[in_torch] = _draw(logits[in_torch], _picked(in_torch, sequences, positions)).numpy()
+                    tokens[in_torch] = _draw_rows(logits[in_torch], in_torch, sequences, positions).numpy()
             return SampledTokens(tokens, largest)
         highest, best_tokens = logits.max(dim=-1)
         if drawn:
@@ -215,12 +184,6 @@ def rows_for_torch(sequences: Sequence[TokenSequence]) -> list[int]:
     return [row for row, one in enumerate(sequences) if not one.params.greedy and one.params.asks_for(TORCH_FILTERS)]
 
 
-def _picked(
-    rows: Sequence[int], sequences: Sequence[TokenSequence], positions: Sequence[int], device: torch.device = CPU
-) -> SamplingMetadata:
-    return SamplingMetadata.build([sequences[row] for row in rows], [positions[row] for row in rows], device)
-
-
 def _redraw(
     tokens: Tensor,
     logits: Tensor,
@@ -233,7 +196,7 @@ def _redraw(
     picked = logits[there].float()
     if masks is not None:
         picked = RowMasks(masks.bitmasks, masks.index[rows]).apply(picked)
-    tokens[there] = _draw(picked, _picked(rows, sequences, positions, logits.device))
+    tokens[there] = _draw_rows(picked, rows, sequences, positions)
 
 
 def _draw_on_host(
@@ -243,7 +206,7 @@ def _draw_on_host(
         from cbatch.kernels.cpu.sampling import draw_tokens
         from cbatch.kernels.cpu.thread_pool import shared_thread_pool
     except ImportError:  # numba does not support every Python
-        return _draw(logits[rows], _picked(rows, sequences, positions)).numpy()
+        return _draw_rows(logits[rows], rows, sequences, positions).numpy()
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     stride, vocabulary = logits.stride(0), logits.shape[1]
@@ -252,17 +215,36 @@ def _draw_on_host(
     return draw_tokens(shared_thread_pool(num_threads()), flat, vocabulary, np.array(rows, np.int64) * stride, words)
 
 
-def _draw(logits: Tensor, draw: SamplingMetadata) -> Tensor:
-    logits = logits / draw.temperature[:, None]
-    if not draw.filters:
-        noise = gumbel_noise(draw.keys, torch.arange(logits.shape[-1], device=logits.device)[None])
+def _draw_rows(
+    logits: Tensor, rows: Sequence[int], sequences: Sequence[TokenSequence], positions: Sequence[int]
+) -> Tensor:
+    """A token for each of D rows of a step.  logits: [D, V], of these rows"""
+    drawn = [sequences[row] for row in rows]
+    asked = [name for name in FILTERS if any(one.params.asks_for([name]) for one in drawn)]
+    values = [np.array([[getattr(one.params, name)] for one in drawn], np.float32) for name in asked]
+    packed = pack_sampling_params(drawn, [positions[row] for row in rows])
+    words, *columns = to_device([packed, *values], logits.device)
+    temperature = words[:, 0].contiguous().view(torch.float32)
+    return _draw(logits, temperature, words[:, 4:6].long() & _MASK32, dict(zip(asked, columns, strict=True)))
+
+
+def _draw(logits: Tensor, temperature: Tensor, keys: Tensor, filters: Mapping[str, Tensor]) -> Tensor:
+    """A token for each row of logits [D, V].
+
+    temperature: [D]
+    keys:        [D, 2] int64, keys of the noise
+    filters:     [D, 1] each, the values of the filters that a row asks for, by name
+    """
+    logits = logits / temperature[:, None]
+    if not filters:
+        noise = gumbel_noise(keys, torch.arange(logits.shape[-1], device=logits.device)[None])
         return (logits + noise).argmax(dim=-1)
     logits, ids = logits.sort(dim=-1, descending=True, stable=True)
-    kept = _kept(logits, draw.filters)
+    kept = _kept(logits, filters)
     if logits.device.type == "cpu":  # the host would have to wait for a GPU
         width = int(kept.sum(dim=-1).max())
         logits, ids, kept = logits[:, :width], ids[:, :width], kept[:, :width]
-    noisy = (logits + gumbel_noise(draw.keys, ids)).masked_fill(~kept, float("-inf"))
+    noisy = (logits + gumbel_noise(keys, ids)).masked_fill(~kept, float("-inf"))
     return ids.gather(1, noisy.argmax(dim=-1, keepdim=True)).squeeze(1)
 
 

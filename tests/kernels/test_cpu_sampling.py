@@ -25,7 +25,7 @@ from cbatch.kernels.cpu.sampling import (
 )
 from cbatch.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.sample import sampler
-from cbatch.sample.sampler import SamplingMetadata, gumbel_noise
+from cbatch.sample.sampler import FILTERS, gumbel_noise
 from tests.support.kernels import callable_kernel
 from tests.support.sampling_cases import (
     LOGIT_SHAPES,
@@ -33,7 +33,6 @@ from tests.support.sampling_cases import (
     is_on_edge,
     make_logits,
     make_requests,
-    positions_of,
     sample,
     score,
 )
@@ -109,9 +108,10 @@ def test_kept_tokens_are_those_of_torch(shape: str) -> None:
     """Guards the filters at their edges: a token that only one of both keeps is on the edge to 1e-5 of all."""
     for seed, vocabulary in enumerate([5, 130, 700]):
         logits, requests = make_logits(shape, 60, vocabulary, seed), make_requests(60, seed)
-        draw = SamplingMetadata.build(requests, positions_of(requests), CPU)
-        ordered, ids = (logits / draw.temperature[:, None]).sort(dim=-1, descending=True, stable=True)
-        theirs = torch.zeros(60, vocabulary, dtype=torch.bool).scatter(1, ids, sampler._kept(ordered, draw.filters))
+        values = {name: torch.tensor([[getattr(one.params, name)] for one in requests]) for name in FILTERS}
+        temperature = torch.tensor([[one.params.temperature] for one in requests])
+        ordered, ids = (logits / temperature).sort(dim=-1, descending=True, stable=True)
+        theirs = torch.zeros(60, vocabulary, dtype=torch.bool).scatter(1, ids, sampler._kept(ordered, values))
         for row in range(60):
             mine = torch.from_numpy(kept_tokens(logits[row].numpy(), requests[row].params))
             different = (mine != theirs[row]) & logits[row].isfinite()

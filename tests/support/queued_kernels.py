@@ -21,7 +21,6 @@ from cbatch.kernels.triton.attention_metadata import AttentionMetadata
 from cbatch.model.ops.attention import store_in_blocks
 from cbatch.model.ops.device_kernel import DeviceKernel, DeviceOps
 from cbatch.sample import sampler
-from cbatch.sample.sampler import SamplingMetadata
 from tests.support.fake_cuda import DeviceTensor, mapped_numbers
 
 
@@ -111,7 +110,7 @@ def _sample_rows(logits: Tensor, words: Tensor, tokens: Tensor, largest: Tensor,
         temperature, top_p, min_p = words[rows, :3].T.contiguous().view(torch.float32)
         keys = words[rows, 4:6].long() & 0xFFFFFFFF
         filters = {"top_k": words[rows, 3].float(), "top_p": top_p, "min_p": min_p}
-        draw = SamplingMetadata(temperature, keys, {name: one[:, None] for name, one in filters.items()})
-        best[rows] = sampler._draw(logits[rows], draw)
+        columns = {name: one[:, None] for name, one in filters.items()}
+        best[rows] = sampler._draw(logits[rows], temperature, keys, columns)
     tokens.copy_(best)
     largest.copy_(highest)

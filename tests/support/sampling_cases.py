@@ -13,7 +13,7 @@ from cbatch.base.request import Request
 from cbatch.runtime.batch import SampledTokens
 from cbatch.sample import sampler
 from cbatch.sample.row_masks import RowMasks
-from cbatch.sample.sampler import Sampler, SamplingMetadata, gumbel_noise
+from cbatch.sample.sampler import Sampler, gumbel_noise
 from cbatch.schedule.sequence import TokenSequence
 
 LOGIT_SHAPES = ["normal", "peaked", "flat", "masked", "equal", "one left"]
@@ -65,9 +65,7 @@ def sample(logits: torch.Tensor, sequences: list[TokenSequence], masks: RowMasks
 
 
 def draw_in_torch(logits: torch.Tensor, sequences: list[TokenSequence]) -> list[int]:
-    return sampler._draw(
-        logits, SamplingMetadata.build(sequences, positions_of(sequences), torch.device("cpu"))
-    ).tolist()
+    return sampler._draw_rows(logits, range(len(sequences)), sequences, positions_of(sequences)).tolist()
 
 
 def noise_key(seed: int, sample_index: int, position: int) -> tuple[int, int]:
