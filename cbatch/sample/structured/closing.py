@@ -8,8 +8,8 @@ the policy of the try prefers. So the way need not be the shortest, but it is on
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 MAX_BYTES = 4096
@@ -38,7 +38,8 @@ def short_end(matcher: Any, most: int = MAX_BYTES) -> bytes | None:
     """
     best: bytes | None = None
     chooser = random.Random(0)
-    tries: list[_Choice] = [_first_digits, _first_marks, *[lambda mask: chooser.choice(bytes_in(mask))] * RANDOM_TRIES]
+    first: list[_Choice] = [partial(_best, digits_first=True), partial(_best, digits_first=False)]
+    tries = [*first, *[lambda mask: chooser.choice(bytes_in(mask))] * RANDOM_TRIES]
     for number, choose in enumerate(tries):
         if number == FIRST_TRIES and best is not None:
             break
@@ -68,27 +69,14 @@ def bytes_in(bitmask: bytes) -> list[int]:
 
 
 @lru_cache(CACHE_SIZE)
-def _first_digits(bitmask: bytes) -> int:
-    """A byte that closes JSON, else the first digit, punctuation mark or letter."""
+def _best(bitmask: bytes, *, digits_first: bool) -> int:
+    """A byte that closes JSON, else a digit or a punctuation mark, else a letter.
+
+    digits_first: digits count before punctuation marks, and the first letter, not the last, counts
+    """
     allowed = bytes_in(bitmask)
-    return _first(allowed, _DIGITS) or min(_marks(allowed) or _others(allowed))
-
-
-@lru_cache(CACHE_SIZE)
-def _first_marks(bitmask: bytes) -> int:
-    """A byte that closes JSON, else the first punctuation mark or digit, or the last letter."""
-    allowed = bytes_in(bitmask)
-    return _first(allowed, _marks(allowed)) or _first(allowed, _DIGITS) or max(_others(allowed))
-
-
-def _first(allowed: Sequence[int], then: Sequence[int]) -> int:
-    order = [*(_CLOSES_TEXT if len(allowed) > IN_TEXT else _CLOSES), *then]
-    return next((byte for byte in order if byte in allowed), 0)
-
-
-def _marks(allowed: Sequence[int]) -> list[int]:
-    return [byte for byte in allowed if not chr(byte).isalnum() and byte not in _OPENS]
-
-
-def _others(allowed: Sequence[int]) -> Sequence[int]:
-    return [byte for byte in allowed if byte not in _OPENS] or allowed
+    others = [byte for byte in allowed if byte not in _OPENS] or allowed
+    marks = [byte for byte in allowed if byte not in _OPENS and not chr(byte).isalnum()]
+    closing = _CLOSES_TEXT if len(allowed) > IN_TEXT else _CLOSES
+    order = [*closing, *_DIGITS, *marks] if digits_first else [*closing, *marks, *_DIGITS]
+    return next((byte for byte in order if byte in allowed), min(others) if digits_first else max(others))
