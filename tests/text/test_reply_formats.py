@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 import cbatch
 from cbatch.base.config import REPLY_FORMATS, EngineConfig
 from cbatch.base.errors import ConfigError
-from cbatch.sample.structured.lark import ToolCallGrammar
+from cbatch.base.params import Constraint
+from cbatch.sample.structured.call_rules import ToolCallGrammar
 from cbatch.text.replies.formats import find_format, reply_formats
 from cbatch.text.replies.stream import NO_TEXT, NOT_CLOSED, OutputStream
 from tests.support.replies import LOOK_TOOLS, REPLIES
@@ -121,7 +122,8 @@ def test_forced_calls_are_read_back(name: str) -> None:
     """Guards the grammar of each format: whatever a model draws is calls of its tools, with arguments that fit."""
     llguidance = pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
     functions = [(one["function"]["name"], one["function"]["parameters"]) for one in LOOK_TOOLS]
-    grammar, made = ToolCallGrammar(name, True, False, functions).to_lark(lambda tag: None), reply_formats()[name]
+    asked = {"form": name, "is_repeated": True, "is_led": False, "functions": functions}
+    grammar, made = ToolCallGrammar(Constraint("tool_call", json.dumps(asked))).to_lark(), reply_formats()[name]
     tokenizer = llguidance.LLTokenizer("byte")
     for seed in range(4):
         draw, matcher, written = random.Random(seed), llguidance.LLMatcher(tokenizer, grammar, log_level=0), bytearray()

@@ -1,15 +1,20 @@
-"""Rules of a grammar for calls of tools, as the declaration of a reply format says that they are written."""
+"""The grammar of calls of tools, as the declaration of a reply format says that they are written."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from cbatch.base.params import Constraint
 from cbatch.sample.structured.json_schema import json_rule
 from cbatch.text.replies.calls import is_written_as_text, resolve
-from cbatch.text.replies.declaration import PLACE, Calls
+from cbatch.text.replies.declaration import PLACE
+from cbatch.text.replies.formats import reply_formats
+
+# Without this the library allows only one tokenization of text that the grammar forces.
+HEADER = '%llguidance {"no_forcing": true}\n'
 
 SpecialId = Callable[[str], int | None]
 
@@ -19,24 +24,42 @@ _TAG_IN_TAG = re.compile(r"(｜\w+｜)")
 _TEXT = r"/([^<]|<[^\/<])*/"
 
 
-class CallRules:
-    """The rules of `calls` in one form."""
+class ToolCallGrammar:
+    """The grammar of the calls that a constraint of the kind `tool_call` asks for.
 
-    def __init__(self, calls: Calls, special_id: SpecialId) -> None:
+    The source of the constraint is a JSON object:
+    form:        the name of the reply format
+    is_repeated: whether further calls may follow, if the form has room for them
+    is_led:      whether line breaks may come first, as models write them after their reasoning
+    functions:   the name of each, and the JSON schema of its arguments
+    """
+
+    def __init__(self, constraint: Constraint, special_id: SpecialId = lambda tag: None) -> None:
         """special_id: the id of a tag that is a special token; None for one that is text"""
-        self._calls, self._special_id = calls, special_id
+        asked = json.loads(constraint.source)
+        calls = reply_formats()[asked["form"]].calls
+        assert calls is not None
+        self._calls, self._special_id, self._is_led = calls, special_id, asked["is_led"]
+        self._is_repeated, self._functions = asked["is_repeated"], asked["functions"]
         self._before, self._place, self._behind = calls.parts
         self._made: list[str] = []
 
-    def all(self, functions: Sequence[tuple[str, dict[str, Any]]], *, is_repeated: bool) -> list[str]:
-        """See `ToolCallGrammar` for both."""
-        calls = self._calls
-        more, further = "", ""
-        if is_repeated and calls.between is not None:
+    def argument_grammars(self) -> Iterator[tuple[str, str]]:
+        """The name of each function, and a grammar of its arguments alone."""
+        for name, parameters in self._functions:
+            yield name, f"{HEADER}start: {json_rule(parameters)}"
+
+    def to_lark(self) -> str:
+        """All rules."""
+        calls, functions = self._calls, self._functions
+        more, further, lead = "", "", "LEAD? " if self._is_led else ""
+        if self._is_repeated and calls.between is not None:
             more = f"({self._text(calls.between)} call)*"
-        elif is_repeated and calls.after is not None:
+        elif self._is_repeated and calls.after is not None:
             further = f"({self._text(calls.after)} block)*"
         self._made = [
+            f"start: {lead}calls",
+            *([r"LEAD: /\n{1,2}/"] if lead else []),
             f"calls: block {further}",
             f"block: {self._text(calls.bare_opening)} call {more} {self._text(calls.closing)}",
             "call: " + " | ".join(f"call_{number}" for number in range(len(functions))),
@@ -47,7 +70,7 @@ class CallRules:
             before, behind = (self._text(part, free, name=shown) for part in (self._before, self._behind))
             self._made.append(f"call_{number}: {before} arguments_{number} {behind}")
             self._made.append(f"arguments_{number}: {self._arguments(f'argument_{number}', parameters)}")
-        return self._made
+        return HEADER + "\n".join(self._made)
 
     def _text(self, template: str, free: str = " \n", **values: str) -> str:
         """The sequence of a text. White space of the characters `free` may be missing."""

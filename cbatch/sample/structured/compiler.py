@@ -20,8 +20,9 @@ from cbatch.base.params import Constraint
 from cbatch.extras import missing_package
 from cbatch.isolate.sandbox import Sandbox
 from cbatch.isolate.worker import WorkerFailed
+from cbatch.sample.structured.call_rules import ToolCallGrammar
 from cbatch.sample.structured.grammar import CompiledGrammar
-from cbatch.sample.structured.lark import ToolCallGrammar, check_source, constraint_error, to_lark
+from cbatch.sample.structured.lark import check_source, constraint_error, to_lark
 from cbatch.sample.structured.sandbox import LIMITS, SINGLE_BYTES, TOO_COMPLEX, TRIAL_LIMITS, Vocabulary
 from cbatch.text.tokenizer import ChatTokenizer
 
@@ -95,13 +96,14 @@ class ConstraintCompiler:
             self._check(constraint, grammar)
             return grammar
         check_source(constraint)
-        calls = ToolCallGrammar.from_constraint(constraint)
+        calls = ToolCallGrammar(constraint)  # the child process knows no special tokens
         for name, grammar in calls.argument_grammars():
             self._check(constraint, grammar, f"The JSON schema of the tool {name!r}")
-        self._check(constraint, calls.to_lark(lambda tag: None))  # the child process knows no special tokens
+        self._check(constraint, calls.to_lark())
         ids = self._tokenizer.backend.token_to_id
         # A grammar matches special tokens only by their ids; the library takes `<name>` for special, too.
-        return calls.to_lark(lambda tag: token if (token := ids(tag)) in self._special else None)
+        known = ToolCallGrammar(constraint, lambda tag: token if (token := ids(tag)) in self._special else None)
+        return known.to_lark()
 
     def _check(self, constraint: Constraint, grammar: str, part: str = "") -> None:
         try:

@@ -10,17 +10,15 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cbatch.base.errors import RequestError, invalid_row
 from cbatch.base.params import Constraint, Kind, SamplingParams
 from cbatch.base.request import ToolChoice
-from cbatch.sample.structured.call_rules import CallRules, SpecialId
+from cbatch.sample.structured.call_rules import HEADER
 from cbatch.sample.structured.json_schema import RESERVED_KEYWORD, json_rule, schema_faults
 from cbatch.text.replies.declaration import NAME, Calls
-from cbatch.text.replies.formats import reply_formats
 from cbatch.text.tokenizer import ChatTokenizer
 
 _log = logging.getLogger("cbatch")
@@ -29,9 +27,6 @@ _told: set[str] = set()
 
 MAX_SOURCE = 1 << 20
 """Most characters of a schema, a pattern, a grammar or all choices together."""
-
-# Without this the library allows only one tokenization of text that the grammar forces.
-HEADER = '%llguidance {"no_forcing": true}\n'
 
 _NAMES: dict[Kind, str] = {
     "json_object": "The JSON object",
@@ -136,42 +131,6 @@ def _shorten(constraint: Constraint, what: str) -> str:
     return reason[:200] + ("…" if len(reason) > 200 else "" if reason.endswith((".", "!", "?")) else ".")
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallGrammar:
-    """The calls that a constraint of the kind `tool_call` asks for.
-
-    form:        the name of the reply format
-    is_repeated: whether further calls may follow, if the form has room for them
-    is_led:      whether line breaks may come first, as models write them after their reasoning
-    functions:   the name of each, and the JSON schema of its arguments
-    """
-
-    form: str
-    is_repeated: bool
-    is_led: bool
-    functions: Sequence[tuple[str, dict[str, Any]]]
-
-    @classmethod
-    def from_constraint(cls, constraint: Constraint) -> ToolCallGrammar:
-        return cls(**json.loads(constraint.source))
-
-    def argument_grammars(self) -> Iterator[tuple[str, str]]:
-        """The name of each function, and a grammar of its arguments alone."""
-        for name, parameters in self.functions:
-            yield name, f"{HEADER}start: {json_rule(parameters)}"
-
-    def to_lark(self, special_id: SpecialId) -> str:
-        """The grammar of the calls.
-
-        special_id: the id of a tag that is a special token; None for one that is text
-        """
-        calls = reply_formats()[self.form].calls
-        assert calls is not None
-        rules = CallRules(calls, special_id).all(self.functions, is_repeated=self.is_repeated)
-        start = "start: " + ("LEAD? " if self.is_led else "") + "calls"
-        return HEADER + "\n".join([start, *rules, *([r"LEAD: /\n{1,2}/"] if self.is_led else [])])
-
-
 def request_constraint(
     params: SamplingParams,
     tokenizer: ChatTokenizer | None,
@@ -205,8 +164,8 @@ def request_constraint(
         raise invalid_row(f"tool_choice cannot force a call: {what}.")
     described = [(function["name"], _parameters_of(function, replies.calls)) for function in functions]
     is_led = replies.reasoning is not None and not replies.headers
-    grammar = ToolCallGrammar(replies.name, choice.name is None, is_led, described)
-    return Constraint("tool_call", json.dumps(asdict(grammar)))
+    asked = {"form": replies.name, "is_repeated": choice.name is None, "is_led": is_led, "functions": described}
+    return Constraint("tool_call", json.dumps(asked))
 
 
 def _parameters_of(function: Mapping[str, Any], calls: Calls) -> dict[str, Any]:
