@@ -10,6 +10,9 @@ from cbatch.base.errors import RequestError
 
 FinishReason = Literal["stop", "length", "tool_calls", "error"]
 
+MIN_LOGPROB = -9999.0
+"""Stands for the logarithm of 0 of a token: JSON has no infinity. OpenAI uses the same number."""
+
 
 class TokenLogprobs(NamedTuple):
     """The log-probability of a token, and the most likely tokens in its place with theirs, most likely first.

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from cbatch.base.errors import RequestError
-from cbatch.base.outputs import FinishReason, ToolCall
+from cbatch.base.outputs import MIN_LOGPROB, FinishReason, ToolCall
 from cbatch.base.request import ApiCall, Request
 from cbatch.base.units import format_count
 from cbatch.requests import columns
@@ -26,9 +26,6 @@ SERVER_ERRORS = ("internal_error", "tokenizer_error", "nan_logits", "cancelled",
 
 MOST_SHOWN = 10
 """Completions of a list that its text shows."""
-
-NEVER = -9999.0
-"""Stands for the logarithm of 0 in rows, as in OpenAI's API: JSON has no infinity."""
 
 
 class TokenLogprob(NamedTuple):
@@ -447,7 +444,7 @@ class Completion(Mapping[str, Any]):
 
     def _scores(self) -> dict[str, Any]:
         scores = self.prompt_logprobs or ()
-        total = math.fsum(max(one.logprob, NEVER) for one in scores if one.logprob is not None)
+        total = math.fsum(max(one.logprob, MIN_LOGPROB) for one in scores if one.logprob is not None)
         return {"sum": round(total, 5), "content": _tokens(scores)}
 
     def _openai_logprobs(self, choice: Choice, *, is_chat: bool) -> dict[str, Any] | None:
@@ -526,7 +523,7 @@ class Score:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields of a score row."""
-        figures = {"logprob": _rounded(self.logprob), "mean_logprob": _rounded(self.mean)}
+        figures = {"logprob": round(self.logprob, 5), "mean_logprob": round(self.mean, 5)}
         details = {"logprobs": {"content": _tokens(self.tokens)}} if self.tokens else {}
         return figures | {"num_tokens": self.num_tokens, "is_greedy": self.is_greedy} | details
 
@@ -625,7 +622,7 @@ def _token_name(one: TokenLogprob) -> str:
 
 def _rounded(logprob: float | None) -> float | None:
     """Rounded to five places, because most further ones depend on which rows ran beside this one."""
-    return round(max(logprob, NEVER), 5) if logprob is not None else None
+    return round(max(logprob, MIN_LOGPROB), 5) if logprob is not None else None
 
 
 def _shown(name: str, output: Choice | Completion, **others: Any) -> str:

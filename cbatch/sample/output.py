@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.base.errors import RequestError, invalid_row
-from cbatch.base.outputs import Sample, TokenLogprobs
+from cbatch.base.outputs import MIN_LOGPROB, Sample, TokenLogprobs
 from cbatch.runtime.batch import InFlightTokens, Logits, SampledTokens, ScoringRows
 from cbatch.runtime.transfer import HostCopy, to_device
 from cbatch.sample.processors import process_logits
@@ -34,9 +34,6 @@ from cbatch.schedule.sequence import NAN, TokenSequence
 
 OnScores = Callable[[Tensor, Tensor], None]
 """Gets logits [N, vocabulary] of scored places of prompts, valid during the call, and the tokens [N] that follow."""
-
-MIN_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not have. OpenAI uses the same number."""
 
 MAX_ELEMENTS = 2**26
 """Most logits that are converted to float32 at once: 256 MiB."""

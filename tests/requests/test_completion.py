@@ -169,6 +169,12 @@ def test_a_row_can_be_read_back(completion: Completion, timings: bool) -> None:
         assert found.logprobs is None or comparable(found.logprobs) == comparable(choice.logprobs)
 
 
+def test_the_sum_of_a_long_text_is_whole() -> None:
+    """Guards scores of long texts against the number that stands for a token's probability of 0."""
+    row = make(OWN_ROW, Choice(text="long", score=Score(-20000.0, 10000)))
+    assert row["logprob"] == -20000.0 and row["mean_logprob"] == -2.0
+
+
 def test_tokens_that_never_come_have_a_number() -> None:
     """Guards JSON, which has no infinity, against models that give some tokens a probability of 0."""
     never = TokenLogprob("b", 5, -math.inf, b"b")

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers.generation import logits_process
 
-from cbatch.base.outputs import Sample
+from cbatch.base.outputs import MIN_LOGPROB, Sample
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
-from cbatch.sample.output import MIN_LOGPROB, PendingLogprobs
+from cbatch.sample.output import PendingLogprobs
 from cbatch.sample.processors import counts_for, process_logits
 from cbatch.sample.row_masks import RowMasks
 from cbatch.sample.structured.masks import TokenMasks
