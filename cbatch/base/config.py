@@ -49,12 +49,6 @@ def parse_count(text: str, *words: str) -> int | str:
     return int(text)
 
 
-def _check_count(name: str, value: Any, *words: str) -> None:
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    if not is_count and value not in words:
-        raise ConfigError(f"{name} must be {', '.join(words)} or a whole number of at least 1, not {value!r}.")
-
-
 _model, _engine, _memory = (partial(option, group=group) for group in ("Model", "Engine", "Memory"))
 
 
@@ -97,6 +91,7 @@ class EngineConfig:
         "Split every layer over N GPUs, which compute each step together.",
         more="auto: over as few as hold the model, if one does not.",
         metavar="auto|N",
+        low=1,
         parse=lambda text: parse_count(text, "auto"),
     )
     device_map: Literal["none", "auto"] = _model(
@@ -171,6 +166,7 @@ class EngineConfig:
         "auto",
         "Draft up to N tokens of a request in a step, from text so far; auto: if it pays. Changes no output.",
         metavar="auto|N|off",
+        low=1,
         parse=lambda text: parse_count(text, "auto", "off"),
     )
     block_size: int = _memory(16, "Tokens in a block of the KV cache.", low=1)
@@ -223,8 +219,6 @@ class EngineConfig:
         check_options(self)
         if not isinstance(self.weights_folder, str | None):
             raise ConfigError(f"weights_folder must be a text, not {self.weights_folder!r}.")
-        _check_count("speculate", self.speculate, "auto", "off")
-        _check_count("tensor_parallel", self.tensor_parallel, "auto")
         if self.deterministic and self.activations == "fp8":
             raise ConfigError(
                 "--activations fp8 multiplies by products of the library, which depend on the number of rows; leave it "

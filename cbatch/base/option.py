@@ -13,7 +13,7 @@ import reprlib
 import textwrap
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from cbatch.base.errors import ConfigError
@@ -21,19 +21,24 @@ from cbatch.base.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """The description of a field beside its type and default.
+    """The description of a field.
 
     help:     a sentence
     more:     what the reference says beyond that
     group:    heading under which help and the reference show it
     names:    how a command line calls it, instead of the field's name with dashes
-    choices:  the words that it may be, if its type does not say so
+    choices:  the words that it may be, besides those that its type says
     metavar:  what help shows for its value; by default that of its type
     low, high: the least and the largest number; `above`: `low` itself is too small
     parse:    makes the value of what is typed. Raises ValueError with a sentence
     shown:    default that help shows, if it is not the field's own default; empty for nothing
     is_file:  the value is a path, whose `~` is expanded in the configuration file
     many:     it can be given several times
+
+    Of the field itself, as `options_of` gives them:
+    name, default
+    kinds:    the types of its value, without None and words; of a list those of its items
+    is_optional: whether it may be None
     """
 
     help: str
@@ -49,6 +54,10 @@ class Option:
     shown: str | None = None
     is_file: bool = False
     many: bool = False
+    name: str = ""
+    default: Any = None
+    kinds: tuple[type, ...] = ()
+    is_optional: bool = False
 
 
 _KEY = "option"
@@ -61,28 +70,10 @@ def option(default: Any = dataclasses.MISSING, help: str = "", *, make: Any = da
     return dataclasses.field(default=default, default_factory=make, metadata={_KEY: Option(help=help, **about)})
 
 
-@dataclass(frozen=True, slots=True)
-class OptionField:
-    """An option of a record.
-
-    kinds:   the types of its value, without None; of a list those of its items
-    choices: if it is one of a few words
-    is_optional: whether it may be None
-    """
-
-    name: str
-    default: Any
-    kinds: tuple[type, ...]
-    choices: tuple[str, ...]
-    is_optional: bool
-    is_list: bool
-    about: Option
+_READ: dict[Any, dict[str, Option]] = {}
 
 
-_READ: dict[Any, dict[str, OptionField]] = {}
-
-
-def options_of(record: Any) -> dict[str, OptionField]:
+def options_of(record: Any) -> dict[str, Option]:
     """The options of a record by the names of its fields, in their order."""
     if record in _READ:
         return _READ[record]
@@ -92,26 +83,23 @@ def options_of(record: Any) -> dict[str, OptionField]:
         if (about := field.metadata.get(_KEY)) is not None:
             make: Any = field.default_factory
             default = field.default if make is dataclasses.MISSING else make()
-            found[field.name] = _option_field(field.name, default, hints[field.name], about)
+            found[field.name] = _completed(about, field.name, default, hints[field.name])
     return _READ.setdefault(record, found)
 
 
-def _option_field(name: str, default: Any, hint: Any, about: Option) -> OptionField:
+def _completed(about: Option, name: str, default: Any, hint: Any) -> Option:
     parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    kinds: list[type] = []
-    choices: list[str] = []
-    is_list = about.many
-    for part in parts:
-        origin = get_origin(part)
-        if origin is Literal:
-            choices += get_args(part)
-        elif origin is tuple:
-            is_list = True
-            kinds.append(get_args(part)[0])
-        elif part is not type(None):
-            kinds.append(origin or part)
-    return OptionField(
-        name, default, tuple(kinds), about.choices or tuple(choices), type(None) in parts, is_list, about
+    lists = [part for part in parts if get_origin(part) is tuple]
+    words = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
+    others = [part for part in parts if get_origin(part) not in (tuple, Literal) and part is not type(None)]
+    return replace(
+        about,
+        name=name,
+        default=default,
+        kinds=(*(get_args(part)[0] for part in lists), *(get_origin(part) or part for part in others)),
+        choices=about.choices or tuple(words),
+        is_optional=type(None) in parts,
+        many=about.many or bool(lists),
     )
 
 
@@ -119,7 +107,7 @@ def documented(record: type[Record]) -> type[Record]:
     """Adds what the options of a record say to its docstring."""
     lines = [(record.__doc__ or "").rstrip() + "\n"]
     for name, one in options_of(record).items():
-        text = f"{name}: {one.about.help} {one.about.more}".rstrip()
+        text = f"{name}: {one.help} {one.more}".rstrip()
         lines.append(textwrap.fill(text, 116, initial_indent=" " * 4, subsequent_indent=" " * 8))
     record.__doc__ = "\n".join([*lines, ""])
     return record
@@ -144,18 +132,14 @@ def parse_json(text: str, of: str = "") -> Any:
 
 
 def check_options(record: Any) -> None:
-    """Raises ConfigError for values of a record that are of another type, or out of range.
-
-    Options that are read by a function of their own are left to the record, which knows what it means.
-    """
+    """Raises ConfigError for values of a record that are of another type, or out of range."""
     for name, one in options_of(type(record)).items():
-        _check(one, getattr(record, name))
+        value = getattr(record, name)
+        if not one.many and not (value is None and one.is_optional):
+            _check(one, value)
 
 
-def _check(one: OptionField, value: Any) -> None:
-    about = one.about
-    if (value is None and one.is_optional) or about.parse is not None or one.is_list:
-        return
+def _check(one: Option, value: Any) -> None:
     if one.choices and one.kinds in ((), (str,)):
         if value not in one.choices:
             words = f"{', '.join(one.choices[:-1])} or {one.choices[-1]}"
@@ -164,9 +148,11 @@ def _check(one: OptionField, value: Any) -> None:
         if not isinstance(value, bool):
             raise ConfigError(f"{one.name} must be True or False, not {value!r}.")
     elif one.kinds == (int,):
-        if not isinstance(value, int) or isinstance(value, bool) or (about.low is not None and value < about.low):
-            least = "" if about.low is None else f" of at least {about.low:g}"
-            raise ConfigError(f"{one.name} must be a whole number{least}, not {value!r}.")
+        is_whole = isinstance(value, int) and not isinstance(value, bool) and (one.low is None or value >= one.low)
+        if not is_whole and value not in one.choices:
+            words = f"{', '.join(one.choices)} or " if one.choices else ""
+            least = "" if one.low is None else f" of at least {one.low:g}"
+            raise ConfigError(f"{one.name} must be {words}a whole number{least}, not {value!r}.")
     elif one.kinds == (str,) and not isinstance(value, str):
-        example = ', such as "4GiB" or "90%"' if about.metavar == "SIZE" else ""
+        example = ', such as "4GiB" or "90%"' if one.metavar == "SIZE" else ""
         raise ConfigError(f"{one.name} must be a text{example}, not {value!r}.")

@@ -17,7 +17,7 @@ from click.shell_completion import CompletionItem
 from cbatch.base.chat_template_options import TemplateOptions
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError, RequestError, reason_of
-from cbatch.base.option import OptionField, option, options_of, parse_json
+from cbatch.base.option import Option, option, options_of, parse_json
 from cbatch.base.params import PARAM_NAMES, PARAMS, SamplingParams
 from cbatch.cli.common.configured_command import about_of
 from cbatch.cli.common.replica_options import ReplicaOptions
@@ -117,46 +117,46 @@ def _parse_lora(texts: tuple[str, ...]) -> dict[str, str]:
     return places
 
 
-def click_option(one: OptionField, **changes: Any) -> click.Option:
+def click_option(one: Option, **changes: Any) -> click.Option:
     """An option of a command, as a field of a record says it.
 
     changes: attributes of Click's that are different for this command
     """
-    about, names = one.about, list(one.about.names or ("--" + one.name.replace("_", "-"),))
-    given: dict[str, Any] = {"default": one.default, "metavar": about.metavar}
-    shown = None if "default" in changes else about.shown
+    names = list(one.names or ("--" + one.name.replace("_", "-"),))
+    given: dict[str, Any] = {"default": one.default, "metavar": one.metavar}
+    shown = None if "default" in changes else one.shown
     if one.kinds == (bool,):
         given["is_flag"] = True
         if one.default is not False:
             names[-1] += names[-1].replace("--", "/--no-")
             shown = shown or ("on" if one.default else None)
-    elif one.choices and about.parse is None:
+    elif one.choices and one.parse is None:
         given["type"] = click.Choice(one.choices)
-    elif about.parse is not None:
+    elif one.parse is not None:
         given |= {
-            "callback": _reader(about.parse, one.default),
+            "callback": _reader(one.parse, one.default),
             "default": one.default if isinstance(one.default, str) else None,
         }
-        if about.choices:
+        if one.choices:
             given["shell_complete"] = _complete_names
     elif one.kinds in ((int,), (float,)):
         kind: Any = one.kinds[0]
-        if about.low is not None or about.high is not None:
+        if one.low is not None or one.high is not None:
             ranged: Any = click.IntRange if kind is int else FiniteRange
-            kind = ranged(about.low, about.high, min_open=about.above)
+            kind = ranged(one.low, one.high, min_open=one.above)
         given["type"] = kind
-    if one.is_list:
+    if one.many:
         given |= {"multiple": True, "cls": JsonListOption}
     if one.name == "model":
         given |= {"shell_complete": _complete_model, "envvar": ["CBATCH_MODEL"]}
-    help = about.help
+    help = one.help
     if shown is None and "default" not in changes:
-        given["show_default"] = one.default is not None and one.default is not False and not one.is_list
+        given["show_default"] = one.default is not None and one.default is not False and not one.many
     elif shown:
         help = f"{help.removesuffix('.')} [default: {shown}]."
     given |= {"help": help} | changes
     made: click.Option = given.pop("cls", click.Option)([*names, one.name], **given)
-    made.about = about  # type: ignore[attr-defined]
+    made.about = one  # type: ignore[attr-defined]
     return made
 
 
