@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from cbatch.batch.driver import ReplicaStatus
 from cbatch.cli.bench import comparison, skew
 from cbatch.cli.bench.command import bench
 from cbatch.cli.bench.comparison import Result, run_figures
@@ -17,8 +15,6 @@ from cbatch.cli.bench.skew import gain_of, point_of
 from cbatch.cli.bench.users import Figures, Scenario
 from cbatch.cli.bench.workload import LengthDistribution, Workload
 from cbatch.cli.common.options import make_options
-from cbatch.cli.run.stats import replica_figures
-from cbatch.engine.stats import total_stats
 
 EVIL = "<script src='http://example.org/x'>\"&\x1b[2J"
 """A name that would be markup, and control the terminal."""
@@ -28,7 +24,7 @@ VERSIONS = {"cbatch": "0.1.0", "python": "3.11", "torch": "2.13", "transformers"
 MACHINE: dict[str, Any] = {"device": "AMD EPYC", "threads": 2, "system": f"Linux {EVIL}"}
 ABOUT = {"machine": MACHINE | VERSIONS, "model": f"demo {EVIL}, 5.1M parameters"}
 
-KINDS = ("strategies", "ablations", "peers", "replicas")
+KINDS = ("strategies", "ablations", "peers")
 """Of comparisons; those of loads are `load` and `capacity`."""
 
 
@@ -112,13 +108,6 @@ def make_comparison(*kinds: str) -> Page:
         results.append(result_of("transformers-generate", "transformers-generate", peer))
         failed = {"strategy": "transformers-cb", "title": "transformers-cb", "error": f"not available here: {EVIL}"}
         results.append(failed)
-    if "replicas" in kinds:
-        done = replace(total_stats(()), num_prompt_tokens=5, num_tokens=3, num_steps=4, idle_s=0.1)
-        figures = [replica_figures(ReplicaStatus(f"cpu:{n}", "running", done, 2)) for n in range(2)]
-        times = {"ttft_s": {"p50": 1.5, "p90": 2.0, "p99": 2.5}, "tpot_s": {"p50": 0.5, "p90": 0.6, "p99": 0.7}}
-        counts = {"steps": 4, "preemptions": 0, "drafted_tokens": 0, "accepted_tokens": 0, "replicas": figures}
-        speed = {"elapsed_s": 3.0, "output_tokens_per_s": 2.0}
-        results.append(result_of("replicas", "2 replicas", speed | times | counts))
     work = {"source": WORK.source, "requests": 3, "prompt_tokens": 9, "output_tokens": 6}
     roofline = {"copy_bytes_per_s": 23_456_789_012.3, "matrix_flops_per_s": 212_345_678_901.2}
     roofline |= {"weights_s": 0.0123456789, "compute_s": 0.2, "cache_s": 0.3, "floor_s": 0.5}

@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from cbatch.cli.bench.options import PRESETS, SKEWED_WORK, BenchOptions
 from cbatch.cli.common.configured_command import ConfiguredCommand
 from cbatch.cli.common.console import emit, notice
-from cbatch.cli.common.options import engine_options, make_options, record_options, replica_options
+from cbatch.cli.common.options import engine_options, make_options, record_options
 
 UNASKED = (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
 """Where values come from that a preset overrides: the built-in defaults and the configuration file."""
@@ -22,7 +22,6 @@ UNASKED = (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
 @click.argument("prompts", metavar="[PROMPTS.jsonl]", required=False)
 @record_options(BenchOptions)
 @engine_options(max_seqs={"help": "Most requests that run at once; only with --users or --find-capacity."})
-@replica_options
 def bench(**values: Any) -> Literal[0]:
     """Measure what continuous batching gives on this machine and model, with your prompts or synthetic ones.
 

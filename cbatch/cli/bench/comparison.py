@@ -1,26 +1,14 @@
-"""Strategies, peers and replicas on the same work: how they are measured, and the report of them.
-
-Replicas are engines in processes of their own, each with as many slots as the strategies have.
-"""
+"""Strategies and peers on the same work: how they are measured, and the report of them."""
 
 from __future__ import annotations
 
-import json
 import shutil
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
-from cbatch.base.errors import ConfigError
-from cbatch.base.params import SamplingParams
-from cbatch.base.request import RequestDefaults
-from cbatch.base.units import format_bytes, format_count
-from cbatch.batch.driver import BatchDriver
-from cbatch.batch.lines import Line, RowOptions
-from cbatch.batch.row import Row
-from cbatch.batch.writer import RowWriter, run_stream
+from cbatch.base.units import format_bytes
 from cbatch.cli.bench import units
 from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.bench.page import Detail, KeyFigure, Page, Picture, Table
@@ -39,18 +27,14 @@ from cbatch.cli.bench.strategies import (
 )
 from cbatch.cli.bench.timeline import draw_timeline, time_shares
 from cbatch.cli.bench.workload import Outputs, Workload
-from cbatch.cli.common.loading import open_engine, open_replicas
+from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.percentiles import percentiles
-from cbatch.cli.run.stats import RunStats, replica_figures
-from cbatch.runtime.memory import release_memory
-
-POLL_SECONDS = 0.05
 
 WIDTH = 100
 """Columns of the timeline if stdout is not a terminal."""
 
 Result = Mapping[str, Any]
-"""One of the `strategies` of `--json`: a strategy, a peer, or the replicas. A peer that failed has only an `error`."""
+"""One of the `strategies` of `--json`: a strategy or a peer. A peer that failed has only an `error`."""
 
 
 class MeasuredRun(NamedTuple):
@@ -64,9 +48,9 @@ class MeasuredRun(NamedTuple):
 def measure(options: BenchOptions, on_progress: OnProgress) -> Page:
     """Runs all strategies and peers, and measures what two techniques are worth. Raises ConfigError."""
     with open_engine(options.engine, quiet=options.is_silent) as engine:
-        about, limits, device = describe(engine), engine.limits, engine.device
+        about, limits = describe(engine), engine.limits
         work = options.make_workload(engine, next(iter(options.skew), None))
-        rates, cost = measure_rates(device, engine.model.dtype), ModelCost.of(engine)
+        rates, cost = measure_rates(engine.device, engine.model.dtype), ModelCost.of(engine)
         experiment = Experiment.of(engine, work, options.batch_size)
     bound = roofline_bound(work, cost, rates)
     names = dict.fromkeys([*options.strategies, *(["continuous"] if options.ablate else [])])
@@ -100,11 +84,6 @@ def measure(options: BenchOptions, on_progress: OnProgress) -> Page:
         except PeerError as error:
             found.append({"strategy": name, "title": name, "error": str(error)})
     techniques = measure_techniques(experiment, limits.sequence.longest, options.ablate, on_progress)
-    if options.replicas.are_given:
-        del experiment, engine  # the first replica may need the memory that the weights take here
-        release_memory(device)
-        count, replica_runs = _by_replicas(options, work, on_progress)
-        found.append(judged("replicas", format_count(count, "replica"), replica_runs))
     data = about | {
         "work": {
             "source": work.source,
@@ -128,17 +107,6 @@ def measure(options: BenchOptions, on_progress: OnProgress) -> Page:
     if static is not None and continuous is not None:
         data["gain"] = gain_of(static, continuous, work)
     return page_of(data | ({"techniques": techniques} if techniques else {}), records)
-
-
-def _by_replicas(options: BenchOptions, work: Workload, on_progress: OnProgress) -> tuple[int, list[MeasuredRun]]:
-    """How many engines there were, and their runs, once all of them are warm."""
-    config = replace(options.engine, max_seqs=options.batch_size, prefix_cache=False, run_ahead=False, speculate="off")
-    with open_replicas(options.replicas, config, quiet=options.is_silent) as driver:
-        while any(one.state == "starting" for one in driver.each()):
-            time.sleep(POLL_SECONDS)
-        warmup, count = work.warmup, driver.num_engines
-        run_work(driver, Workload(warmup.prompts * count, warmup.output_lengths * count, ""))
-        return count, [run_work(driver, work) for _ in turns(["replicas"], options.rounds, on_progress)]
 
 
 def median_run(runs: Sequence[MeasuredRun]) -> MeasuredRun:
@@ -196,45 +164,6 @@ def compare_outputs(outputs: Outputs, reference: Outputs) -> dict[str, Any]:
     return {"equal_rows_share": 1 - len(unequal) / max(len(outputs), 1), "first_difference": place}
 
 
-def run_work(driver: BatchDriver, work: Workload) -> MeasuredRun:
-    """Does the work once on replicas. Raises ConfigError if a request fails."""
-    stats = RunStats()
-    params = SamplingParams(temperature=0.0, ignore_eos=True)
-    source = driver.open(RowOptions(RequestDefaults(params=params, columns=("token_ids",))), window=len(work.prompts))
-    stats.attach(driver, source)
-    requests = zip(work.prompts, work.output_lengths, strict=True)
-    lines = (
-        Line(index, json.dumps({"prompt_token_ids": prompt, "max_tokens": length}).encode())
-        for index, (prompt, length) in enumerate(requests)
-    )
-    outputs: Outputs = [[] for _ in work.prompts]
-    first: list[float] = []  # seconds since the work began, as for other strategies
-
-    def take(rows: Sequence[Row]) -> None:
-        stats.count(rows)
-        for row in rows:
-            if row.has_failed:
-                raise ConfigError(f"A request failed on a replica: {row.outcome.error_message}")
-            outputs[row.index] = json.loads(row.data)["token_ids"]
-            after_first = (row.outcome.tpot_s or 0.0) * (len(outputs[row.index]) - 1)
-            first.append(row.finished_at - after_first - (source.started_at or 0.0))
-
-    run_stream(source, RowWriter(), lines, take)
-    stats.detach()
-    figures = {
-        "elapsed_s": stats.elapsed_s,
-        "output_tokens_per_s": work.output_tokens / max(stats.elapsed_s, 1e-9),
-        "ttft_s": percentiles(first),
-        "tpot_s": stats.tpot_s,
-        "steps": stats.engines.num_steps,
-        "preemptions": stats.engines.num_preemptions,
-        "drafted_tokens": stats.engines.num_drafted_tokens,
-        "accepted_tokens": stats.engines.num_accepted_tokens,
-        "replicas": list(map(replica_figures, stats.replicas)),
-    }
-    return MeasuredRun(outputs, figures)
-
-
 def page_of(data: dict[str, Any], records: Mapping[str, RunRecord]) -> Page:
     """data: the object that `--json` prints; records: the median runs of the strategies, by their titles"""
     work, rounds = data["work"], data["work"]["rounds"]
@@ -273,14 +202,13 @@ def page_of(data: dict[str, Any], records: Mapping[str, RunRecord]) -> Page:
 def _rivals(results: Sequence[Result], records: Mapping[str, RunRecord]) -> tuple[Result, Result | None]:
     """The subject of the page, and what it is compared with.
 
-    The subject is replicas if there are any, or continuous batching, or the last of our own ways. Its rival is static
-    batches, or the first of the others; that of replicas is one engine.
+    The subject is continuous batching, or the last of our own ways. Its rival is static batches, or the first of the
+    others.
     """
     done = {one["strategy"]: one for one in results}
     ours = [one for one in results if one["title"] in records] or list(done.values())[:1]
-    subject = done.get("replicas") or done.get("continuous") or ours[-1]
-    rival = "continuous" if "replicas" in done else "static"
-    others = [done[name] for name in (rival, "static", *done) if name in done and done[name] is not subject]
+    subject = done.get("continuous") or ours[-1]
+    others = [done[name] for name in ("static", *done) if name in done and done[name] is not subject]
     return subject, next(iter(others), None)
 
 
@@ -343,15 +271,6 @@ WASTE = {
     "memory peak": "{memory}",
     "outside model": "{outside_model_share:.1%}",
 }
-REPLICA = {
-    "replica": "{name}",
-    "requests": "{rows:,}",
-    "output tokens": "{output_tokens:,}",
-    "steps": "{steps:,}",
-    "preempted": "{preemptions:,}",
-    "copies": "{copies:,}",
-    "deaths": "{deaths:,}",
-}
 PROMPT = {
     "tokens a step": "{tokens_a_step:,}",
     "prompt": "{prompt_tokens:,}",
@@ -404,7 +323,6 @@ def _details(data: Mapping[str, Any], done: Sequence[Result], records: Mapping[s
         Detail("The roofline", [allows, *roofline["assumed"]]),
         Detail("What the slots did", [waste_table([one for one in done if one["title"] in records])]),
         Detail("Speed and latency", [Picture("speed", partial(plot_speed, done))]),
-        Detail("Replicas", [_table(REPLICA, [one for result in done for one in result.get("replicas", ())])]),
         Detail("Memory of a long prompt", [_table(PROMPT, memory)]),
         Detail("Time of one more token", [_table(COST, costs)]),
     ]

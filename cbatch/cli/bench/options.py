@@ -15,7 +15,6 @@ from cbatch.base.option import option, options_of
 from cbatch.batch.forms import InputForm
 from cbatch.cli.bench import workload
 from cbatch.cli.bench.workload import DistributionName, LengthDistribution, Workload, open_prompts
-from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.extras import require_package
 
 if TYPE_CHECKING:
@@ -80,7 +79,6 @@ class BenchOptions:
 
     prompts: str | None
     engine: EngineConfig
-    replicas: ReplicaOptions
     format: InputForm | None = option(None, "Form of PROMPTS.", shown="by its ending, else jsonl")
     strategies: Sequence[str] = option(
         ",".join(STRATEGIES), "Strategies to compare; only drafts uses --speculate.", choices=STRATEGIES, **_NAMES
@@ -166,9 +164,6 @@ class BenchOptions:
             names = options_of(BenchOptions)[name].choices
             if wrong := [one for one in getattr(self, name) if one not in names]:
                 raise ConfigError(f"--{name} is a list of {', '.join(names)}; {', '.join(wrong)} is not one of them.")
-        self.replicas.check(self.engine)
-        if self.replicas.ray is not None:
-            require_package("ray")
         for sentence, is_true in self._mistakes():
             if is_true:
                 raise ConfigError(sentence)
@@ -187,7 +182,7 @@ class BenchOptions:
 
     def _mistakes(self) -> Iterator[tuple[str, bool]]:
         """Sentences about options that do not go together, and whether that is so."""
-        has_file, has_replicas, has_others = self.prompts is not None, self.replicas.are_given, self.ablate or self.peer
+        has_file, has_others = self.prompts is not None, bool(self.ablate or self.peer)
         yield "The prompts are read twice, so they cannot come from stdin; name a file.", self.prompts == "-"
         yield f"--strategies is a list of {', '.join(STRATEGIES)}, and it is empty.", not self.strategies
         yield (
@@ -199,18 +194,14 @@ class BenchOptions:
             yield "The rows of a file have lengths of their own; leave out --skew.", has_file
             yield "--skew goes with strategies, not with users.", self.is_load
             yield (
-                "Several values of --skew compare static batches with continuous batching only; --ablate, --peer and "
-                "--replicas go with one.",
-                self.is_curve and bool(has_others or has_replicas),
+                "Several values of --skew compare static batches with continuous batching only; --ablate and --peer go "
+                "with one.",
+                self.is_curve and has_others,
             )
             yield "There is no picture of a curve over --skew; leave out --plot.", self.is_curve and bool(self.plot)
         if self.is_load:
             yield "A file of prompts is for strategies; users ask synthetic questions (--input-len).", has_file
-            yield "--ablate and --peer go with strategies, not with users.", bool(has_others)
-            yield (
-                "--replicas and --ray go with strategies, not with users: a conversation has one engine.",
-                has_replicas,
-            )
+            yield "--ablate and --peer go with strategies, not with users.", has_others
             is_one = not self.find_capacity and len(self.users) == 1
             yield "There is no picture of one number of users; leave out --plot.", is_one and bool(self.plot)
             is_several = self.find_capacity and len(self.users) > 1

@@ -36,7 +36,7 @@ NUMBERS_OF_NOW = {"num_running", "num_waiting", "num_snapshots"}
 
 
 def replica_figures(one: ReplicaStatus) -> dict[str, Any]:
-    """The work of a replica as --stats and `cbatch bench --json` tell it."""
+    """The work of a replica as --stats tells it."""
     return {
         "name": one.name,
         "state": one.state,
@@ -171,11 +171,6 @@ class RunStats:
         """Output tokens per second of `elapsed_s`."""
         return self.output_tokens / self.elapsed_s if self.elapsed_s else 0.0
 
-    @property
-    def tpot_s(self) -> dict[str, Any]:
-        """Seconds for each further token of a row."""
-        return percentiles(self._tpot)
-
     def as_dict(self) -> dict[str, Any]:
         """The object that --stats writes; times in seconds."""
         engines, replicas = self.engines, self.replicas
@@ -206,7 +201,7 @@ class RunStats:
             "fallback": engines.fallback,
             **{
                 name: {rank: rounded_s(value) if value is not None else None for rank, value in times.items()}
-                for name, times in (("ttft_s", percentiles(self._ttft)), ("tpot_s", self.tpot_s))
+                for name, times in (("ttft_s", percentiles(self._ttft)), ("tpot_s", percentiles(self._tpot)))
             },
             "deaths": sum(one.deaths for one in replicas),
             "copies": sum(one.copies for one in replicas),

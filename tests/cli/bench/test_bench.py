@@ -30,9 +30,7 @@ from cbatch.cli.bench.workload import (
     read_workload,
     synthetic_workload,
 )
-from cbatch.cli.common import loading
 from cbatch.cli.main import run_command
-from tests.support.in_process_replicas import InProcessLauncher
 from tests.support.tiny_models import generate_alone, loaded, make_engine, make_network, make_prompts
 
 ALL = STRATEGIES | ABLATIONS
@@ -185,23 +183,6 @@ def test_the_command_speaks_json(
     assert data["gain"]["measured"] > 0
 
 
-def test_replicas_do_the_same_work(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Guards the figures of --replicas: the same outputs as one engine, and what each replica did."""
-    options = ["--requests", "9", "--input-len", "4:9", "--output-len", "3:9", "--rounds", "1", "-m", str(model_folder)]
-    options += ["--strategies", "continuous", "--replicas", "2"]
-    with Engine(EngineConfig(model=str(model_folder), max_seqs=2)) as engine:
-        monkeypatch.setattr(loading, "make_launcher", lambda options, config: InProcessLauncher(engine, 2))
-        assert run_command(["bench", "--json", *options]) == 0
-    data = json.loads(capsys.readouterr().out)
-    both = data["strategies"][1]
-    assert (both["strategy"], both["title"], both["equal_rows_share"]) == ("replicas", "2 replicas", 1.0)
-    assert both["elapsed_s"] > 0 and both["ttft_s"]["p50"] > 0 and len(both["elapsed_s_of_rounds"]) == 1
-    assert sum(replica["rows"] for replica in both["replicas"]) == 9
-    assert sum(replica["output_tokens"] for replica in both["replicas"]) >= data["work"]["output_tokens"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -223,7 +204,7 @@ def test_replicas_do_the_same_work(
         (["--skew", "1,nan"], "'1,nan' is no number"),
         (["--skew", "1", "--input-len", "3:9"], "as one number each"),
         (["--skew", "1", "--users", "3"], "--skew goes with strategies, not with users"),
-        (["--skew", "0,1", "--ablate", "ragged"], "--replicas go with one"),
+        (["--skew", "0,1", "--ablate", "ragged"], "--ablate and --peer go with one"),
         (["--skew", "0,1", "--plot", "p"], "There is no picture of a curve over --skew"),
         (["--users", "3", "--plot", "p"], "There is no picture of one number of users"),
         (["--skew", "1", "rows.jsonl"], "The rows of a file have lengths of their own"),

@@ -77,10 +77,10 @@ EXPECTED = {
 
 @pytest.fixture(scope="module")
 def drawn() -> dict[str, tuple[str, Any]]:
-    """The SVG text and the figure of every picture, by name: with very slow runs, peers and replicas."""
+    """The SVG text and the figure of every picture, by name: with very slow runs and peers."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
     search = make_search(1, 2, 4, 7, 8, 16, capacity=4, rounds=2)
-    pages = make_comparison("ablations", "peers", "replicas"), search, make_one_load(), make_curve()
+    pages = make_comparison("ablations", "peers"), search, make_one_load(), make_curve()
     return draw_all([one for page in pages for one in page.pictures])
 
 

@@ -50,11 +50,6 @@ STATIC = (
     "Continuous batching: 1.3 × the speed of static batches",
     [("1.00", "static batches: 0.750"), ("100%", "static batches: 69%"), ("2.00 s", "static batches: 2.00 s")],
 )
-BESIDE = "continuous batching: "
-REPLICAS = (
-    "2 replicas: 2.0 × the speed of continuous batching",
-    [("2.00", BESIDE + "1.00"), ("3.00 s", BESIDE + "6.00 s"), ("1.50 s", BESIDE + "2.00 s")],
-)
 SERVED = [("500 ms", "99% within 1.00 s"), ("18.0", "90% get 12.0 or more"), ("3.33", "5 users")]
 USERS = ["5", "20%", "5", "500 ms / 1.00 s", "18.0 / 12.0", "3.33"]
 CONTINUOUS = ["continuous", "6.00 s", "1.00", "1.3 ×", "2.00 s / 5.92 s", "2.00 s / 2.00 s", "12%", "100%"]
@@ -67,7 +62,6 @@ REPORTS = {
     "strategies": (*STATIC, CONTINUOUS, STRATEGIES),
     "ablations": (*STATIC, SLOW, ["Memory of a long prompt", "Time of one more token"]),
     "peers": (*STATIC, PEER, ["The roofline", "Machine and versions"]),
-    "replicas": (*REPLICAS, ["2 replicas", "3.00 s", "2.00", "2.7 ×"], ["Replicas"]),
     "load": (LOAD, SERVED, USERS, ["Machine and versions"]),
     "capacity": (SEARCH, SERVED, USERS, ["Machine and versions"]),
 }
@@ -90,7 +84,7 @@ def test_report_says_what_was_measured(kind: str, capsys: pytest.CaptureFixture[
     if kind != "load":
         assert page.picture is not None
         assert page.table.strong is not None
-        assert page.table.lines[page.table.strong][0] in ("continuous", "2 replicas", "5")
+        assert page.table.lines[page.table.strong][0] in ("continuous", "5")
     text = html_of(kind)
     assert f"Measured on {DATE} on AMD EPYC with 2 threads" in text and "&#34;&amp;[2J</code>" in text
     page.print()

@@ -54,14 +54,13 @@ SENSELESS = [
     ("--replicas 2 --device-map auto", "it does not go with --replicas, which shares them out"),
     ("--replicas 2 --replica-timeout nan", "nan is no finite number"),
 ]
-"""Options, of `run`, `chat` and `bench`, and what is said of them."""
+"""Options, of `run` and `chat`, and what is said of them."""
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        *((f"{command} {given}", said) for command in ("run", "chat", "bench") for given, said in SENSELESS),
-        ("bench --users 2 --replicas 2", "go with strategies, not with users"),
+        *((f"{command} {given}", said) for command in ("run", "chat") for given, said in SENSELESS),
     ],
 )
 def test_what_makes_no_sense_is_refused(
