@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -25,13 +24,10 @@ from cbatch.cli.bench.strategies import (
     measure_techniques,
     turns,
 )
-from cbatch.cli.bench.timeline import draw_timeline, time_shares
+from cbatch.cli.bench.timeline import time_shares
 from cbatch.cli.bench.workload import Outputs, Workload
 from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.percentiles import percentiles
-
-WIDTH = 100
-"""Columns of the timeline if stdout is not a terminal."""
 
 Result = Mapping[str, Any]
 """One of the `strategies` of `--json`: a strategy or a peer. A peer that failed has only an `error`."""
@@ -195,7 +191,6 @@ def page_of(data: dict[str, Any], records: Mapping[str, RunRecord]) -> Page:
             *(f"{one['title']}: {one['error']}" for one in data["strategies"] if "error" in one),
         ],
         details=_details(data, done, records),
-        lines=draw_timeline(pair, shutil.get_terminal_size((WIDTH, 24)).columns),
     )
 
 

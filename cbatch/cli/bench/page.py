@@ -106,7 +106,6 @@ class Page:
     facts:   what was measured: the work in a sentence
     method:  how it was measured, in sentences
     remarks: below the table
-    lines:   what a terminal shows of a picture, in characters
     """
 
     data: dict[str, Any]
@@ -118,7 +117,6 @@ class Page:
     remarks: Sequence[str]
     picture: Picture | None = None
     details: Sequence[Detail] = ()
-    lines: Sequence[str] = ()
 
     @property
     def all_details(self) -> list[Detail]:
@@ -143,8 +141,6 @@ class Page:
             texts = [part.markdown if isinstance(part, Table) else part for part in parts]
             if texts:
                 emit(safe("\n".join(["", *texts])))
-        if self.lines:
-            emit("\n".join(["", *self.lines]))
 
     def html(self, command: str, date: str) -> str:
         """The page as text. All that it says is escaped, and loses its control characters."""

@@ -1,11 +1,10 @@
-"""The work of slots over time: as intervals and shares, and drawn in characters for a terminal."""
+"""The work of slots over time: as intervals and shares."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from textwrap import wrap
 
 from cbatch.cli.bench.recorder import TOKEN_KINDS, RunRecord, TokenKind
 
@@ -18,12 +17,6 @@ KIND_LABELS: dict[TokenKind, str] = {
 
 MAX_GAP = 1 / 500
 """Intervals of the same work with a gap below this share of the whole time are drawn as one."""
-
-MAX_LANES = 32
-"""Slots that a terminal shows of each record."""
-
-SYMBOLS = dict(zip(TOKEN_KINDS, "█━░·", strict=True))
-ENTRY, EDGE = "▐", "│"
 
 
 @dataclass(slots=True)
@@ -88,33 +81,3 @@ def whole_percents(shares: Mapping[str, float]) -> dict[str, int]:
 
 def share_line(record: RunRecord) -> str:
     return ", ".join(f"{name} {percent}%" for name, percent in whole_percents(time_shares(record)).items())
-
-
-def draw_timeline(records: Mapping[str, RunRecord], width: int) -> list[str]:
-    """Lines for a terminal of this width: under each title a lane for each slot, all on the same time scale."""
-    if not records:
-        return []
-    number_width = max(len(str(record.slots - 1)) for record in records.values())
-    columns = max(width - number_width - 3, 10)
-    end = max(record.elapsed_s for record in records.values()) or 1.0
-    lines = []
-    for title, record in records.items():
-        lines += wrap(f"{title}: {record.elapsed_s:.2f} s; {share_line(record)}", width)
-        lanes = [[" "] * math.ceil(record.elapsed_s / end * columns) for _ in range(record.slots)]
-        intervals = slot_intervals(record)
-        for one in intervals:
-            first, stop = round(one.start / end * columns), round(one.end / end * columns)
-            lanes[one.slot][first:stop] = SYMBOLS[one.kind] * (stop - first)
-        for one in intervals:
-            if one.is_entry:
-                lanes[one.slot][min(int(one.start / end * columns), len(lanes[one.slot]) - 1)] = ENTRY
-        shown = enumerate(lanes[:MAX_LANES])
-        lines += [f"{slot:>{number_width}} {EDGE}{''.join(lane)}{EDGE}" for slot, lane in shown]
-        if record.slots > MAX_LANES:
-            lines.append(f"{record.slots - MAX_LANES} of {record.slots} slots are not shown"[:width])
-    middle, right = f"{end / 2:.2f}" if columns >= 30 else "", f"{end:.2f} s"
-    axis = ("0".ljust(columns // 2) + middle).ljust(columns - len(right)) + right
-    legend = "   ".join(
-        [*(f"{SYMBOLS[kind]} {label}" for kind, label in KIND_LABELS.items()), f"{ENTRY} a request enters"]
-    )
-    return [*lines, " " * (number_width + 2) + axis, *wrap(legend, width)]

@@ -223,14 +223,14 @@ def test_usage_errors(
 
 @pytest.mark.slow
 def test_everything_at_once(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards the command as people use it: tables, timeline, a peer, techniques, pictures and the page."""
+    """Guards the command as people use it: tables, a peer, techniques, pictures and the page."""
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     options = ["--rounds", "1", "--requests", "4", "--batch-size", "2", "--input-len", "8:40", "--output-len", "2:9"]
     options += ["--ablate", "kv-cache,chunked-prefill,ragged,dynamic", "--peer", "transformers-generate"]
     options += ["--plot", str(tmp_path / "plots"), "--report", str(tmp_path / "r.html"), "--dtype", "float32"]
     assert run_command(["bench", *options, "-m", str(model_folder)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    words = "static batches", "transformers-generate", "without KV cache", "The roofline allows", "a request enters"
+    words = "static batches", "transformers-generate", "without KV cache", "The roofline allows"
     assert all(one in shown for one in words)
     assert shown.count("100%") >= 8 and "tokens a step" in shown
     plots = {path.name for path in (tmp_path / "plots").iterdir()}

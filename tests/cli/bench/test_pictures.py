@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from cbatch.cli.bench import comparison, timeline
+from cbatch.cli.bench import comparison
 from cbatch.cli.bench.load import Capacity
 from cbatch.cli.bench.page import Page
 from cbatch.cli.bench.recorder import RunRecord
-from cbatch.cli.bench.timeline import draw_timeline, time_shares, whole_percents
+from cbatch.cli.bench.timeline import time_shares, whole_percents
 from tests.support.bench_reports import (
     both,
     load_report,
@@ -23,41 +23,6 @@ from tests.support.bench_reports import (
     static_record,
 )
 from tests.support.pictures import check_colours, check_pictures, draw_all
-
-
-def test_timeline_is_drawn() -> None:
-    """Guards every mark, and that both runs are on one scale: 16 columns for 8 seconds, of which one takes 6."""
-    assert draw_timeline(both(), 20) == [
-        "static batches: 8.00",
-        "s; useful 69%,",
-        "padding 6%, idle",
-        "13%, empty 12%",
-        "0 │▐███━━━━━━━━▐███│",
-        "1 │▐█░░━━━━····    │",
-        "continuous: 6.00 s;",
-        "useful 100%, padding",
-        "0%, idle 0%, empty",
-        "0%",
-        "0 │▐███━━━━━━━━│",
-        "1 │▐███━━━━▐███│",
-        "   0         8.00 s",
-        "█ prefill (prompt)",
-        "━ decode (output)",
-        "░ padding   · idle",
-        "(past the end)   ▐ a",
-        "request enters",
-    ]
-
-
-def test_timeline_fits_any_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards narrow terminals, too many lanes, and a run of nothing."""
-    monkeypatch.setattr(timeline, "MAX_LANES", 1)
-    lines = draw_timeline({"static": static_record()}, 72)
-    assert all(len(line) <= 72 and "\x1b" not in line for line in lines)
-    assert lines[0] == "static: 8.00 s; useful 69%, padding 6%, idle 13%, empty 12%"
-    assert lines[1].startswith("0 │▐███") and lines[2] == "1 of 2 slots are not shown" and "4.00" in lines[3]
-    assert draw_timeline({"nothing": RunRecord(1, [])}, 40)[2] == "0 ││"
-    assert draw_timeline({}, 40) == []
 
 
 def test_shares_are_whole() -> None:
