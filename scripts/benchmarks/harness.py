@@ -35,10 +35,12 @@ BENCHMARKS = {
     "rounding": "scripts.benchmarks.rounding",
     "rows": "scripts.benchmarks.rows",
     "sharing": "scripts.benchmarks.sharing",
+    "skew": "scripts.benchmarks.skew",
     "speculation": "scripts.benchmarks.speculation.benchmark",
     "startup": "scripts.benchmarks.startup",
     "structured": "scripts.benchmarks.structured",
     "tail": "scripts.benchmarks.tail",
+    "techniques": "scripts.benchmarks.techniques",
     "turns": "scripts.benchmarks.turns",
 }
 

@@ -38,7 +38,8 @@ from scripts.pictures.utilisation import plot_utilisation
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FOLDER = Path(__file__).parents[2] / "docs" / "bench"
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "bench"
 
 SCREEN_WIDTH = 1000
 """Pixels of the screens of the report."""
@@ -50,16 +51,18 @@ NAMES, AGES = ("Felix", "Zoe", "Milo", "Luna", "Hugo", "Clara", "Jonas", "Nora")
 class Drawing:
     """A bench and the pictures that are kept of it.
 
-    arguments: of `cbatch bench`
+    arguments: of the command
     keeps:     files that the command writes
     make:      draws the one picture that is kept, if the command does not
     has_rows:  whether its work is `rows.jsonl`
+    command:   which one measures
     """
 
     arguments: str
     keeps: tuple[str, ...]
     make: Callable[[list[str]], Figure] | None = None
     has_rows: bool = False
+    command: str = "cbatch bench"
 
 
 def prepare(arguments: list[str]) -> tuple[BenchOptions, Experiment, int]:
@@ -67,7 +70,7 @@ def prepare(arguments: list[str]) -> tuple[BenchOptions, Experiment, int]:
     with bench.make_context("bench", arguments) as context:
         options = make_options(BenchOptions, context.params)
     with open_engine(options.engine, quiet=True) as engine:
-        work = options.make_workload(engine, None)
+        work = options.make_workload(engine)
         return options, Experiment.of(engine, work, options.batch_size), engine.limits.max_batch_tokens
 
 
@@ -108,10 +111,12 @@ def draw_utilisation(arguments: list[str]) -> Figure:
 
 
 def draw_skew(arguments: list[str]) -> Figure:
-    printed = subprocess.run(["cbatch", "bench", *arguments, "--json"], check=True, stdout=subprocess.PIPE).stdout
+    command = [*SKEW.split(), *arguments, "--json"]
+    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT).stdout
     return plot_skew(json.loads(printed)["points"])
 
 
+SKEW = "python -m scripts.benchmarks skew"
 TECHNIQUES = "--ablate kv-cache,ragged,dynamic --peer transformers-generate,transformers-cb"
 DRAWINGS = {
     "report": Drawing(
@@ -126,7 +131,7 @@ DRAWINGS = {
         "--max-seqs 128 --target-step-ms 18 --plot .",
         ("load",),
     ),
-    "skew": Drawing("--skew 0,0.25,0.5,0.75,1,1.25,1.5", ("skew",), draw_skew),
+    "skew": Drawing("--skews 0 0.25 0.5 0.75 1 1.25 1.5", ("skew",), draw_skew, command=SKEW),
 }
 """By the words that name them on the command line."""
 
@@ -143,7 +148,7 @@ def draw(drawing: Drawing, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as name, chdir(name):
         if drawing.has_rows:
             Path("rows.jsonl").write_text(rows())
-        print("cbatch bench", drawing.arguments, flush=True)
+        print(drawing.command, drawing.arguments, flush=True)
         if drawing.make is None:
             subprocess.run(["cbatch", "bench", *arguments], check=True, stdout=subprocess.DEVNULL)
         else:

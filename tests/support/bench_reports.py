@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from cbatch.cli.bench import comparison, skew
+from cbatch.cli.bench import comparison
 from cbatch.cli.bench.command import bench
 from cbatch.cli.bench.comparison import Result, run_figures
+from cbatch.cli.bench.gain import gain_of
 from cbatch.cli.bench.load import Capacity, Rounds, report_of
 from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.bench.page import Page
 from cbatch.cli.bench.recorder import RecordedChunk, RecordedRequest, RecordedStep, RunRecord, TokenKind
-from cbatch.cli.bench.skew import gain_of, point_of
 from cbatch.cli.bench.users import Figures, Scenario
 from cbatch.cli.bench.workload import LengthDistribution, Workload
 from cbatch.cli.common.options import make_options
+from scripts.benchmarks.skew import point_of
 
 EVIL = "<script src='http://example.org/x'>\"&\x1b[2J"
 """A name that would be markup, and control the terminal."""
@@ -92,12 +93,8 @@ def result_of(name: str, title: str, figures: dict[str, Any]) -> Result:
 def make_comparison(*kinds: str) -> Page:
     """Static batches and continuous batching, with what these kinds of reports have beside them."""
     records = both()
-    techniques: dict[str, Any] = {}
     if "ablations" in kinds:
         records |= {"without KV cache": slow_record(940.0), "without dynamic scheduling": slow_record(9.0)}
-        memory = {"prompt_tokens": 10_000, "tokens_a_step": 512, "peak_bytes": 123_456_789, "elapsed_s": 0.123456789}
-        cost = {"context_tokens": 64, "without_cache_s": 0.0123456789, "with_cache_s": 0.00123456789}
-        techniques = {"techniques": {"prompt_memory": [memory], "token_costs": [cost]}}
     names = {"static batches": "static", "continuous": "continuous"}
     results = [
         result_of(names.get(title, "no-technique"), title, run_figures(record, WORK))
@@ -118,10 +115,10 @@ def make_comparison(*kinds: str) -> Page:
         "roofline": roofline | {"assumed": ["The model does not tell its width."]},
         "gain": gain_of(records["static batches"], records["continuous"], WORK),
     }
-    return comparison.page_of(data | techniques, records)
+    return comparison.page_of(data, records)
 
 
-def make_curve() -> Page:
+def make_curve() -> list[dict[str, Any]]:
     """Equal lengths, which gain nothing, and a skew of 1."""
 
     def point(size: float, measured: float) -> dict[str, Any]:
@@ -129,8 +126,7 @@ def make_curve() -> Page:
         gain |= {"expected": {"by_steps": 1.2 * measured, "by_tokens": 1.1 * measured}}
         return point_of(size, Workload([], [100], ""), [{"static_s": measured, "continuous_s": 1.0, "gain": gain}])
 
-    work = {"requests": 192, "mean_input_tokens": 24, "mean_output_tokens": 32, "slots": 8, "rounds": 1, "seed": 7}
-    return skew.page_of(ABOUT | {"work": work, "points": [point(0, 1.0), point(1, 3.0)]})
+    return [point(0, 1.0), point(1, 3.0)]
 
 
 def make_load(users: int, missing: int = 0) -> Figures:

@@ -41,7 +41,7 @@ def _other_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(PRESETS.get(values["preset"] or "", {}))
     if values["speculate"] == "off" and "strategies" not in found:
         found["strategies"] = [name for name in values["strategies"] if name != "drafts"]
-    if values["skew"] or "skew" in found:
+    if values["skew"] is not None or "skew" in found:
         found = SKEWED_WORK | found
     if values["users"] or values["find_capacity"]:
         found["rounds"] = 1
@@ -49,9 +49,9 @@ def _other_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measure(options: BenchOptions) -> None:
-    from cbatch.cli.bench import comparison, load, skew
+    from cbatch.cli.bench import comparison, load
 
-    kind = skew if options.is_curve else load if options.is_load else comparison
+    kind = load if options.is_load else comparison
     page = kind.measure(options, (lambda text: None) if options.is_silent else notice)
     if options.json:
         emit(json.dumps(page.data, indent=2))

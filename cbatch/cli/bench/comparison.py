@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
 from cbatch.base.units import format_bytes
 from cbatch.cli.bench import units
+from cbatch.cli.bench.gain import gain_of, gain_sentence
 from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.bench.page import Detail, KeyFigure, Page, Picture, Table
 from cbatch.cli.bench.peers import PeerError, PeerSetup, run_peer
 from cbatch.cli.bench.pictures.plots import plot_speed, plot_timeline
 from cbatch.cli.bench.recorder import TOKEN_KINDS, RunRecord, count_drafts
 from cbatch.cli.bench.roofline import ModelCost, describe, measure_rates, roofline_bound
-from cbatch.cli.bench.skew import gain_of, gain_sentence
 from cbatch.cli.bench.strategies import (
     ABLATIONS,
     STRATEGIES,
     Experiment,
     OnProgress,
-    measure_techniques,
     turns,
 )
 from cbatch.cli.bench.timeline import time_shares
@@ -42,10 +41,10 @@ class MeasuredRun(NamedTuple):
 
 
 def measure(options: BenchOptions, on_progress: OnProgress) -> Page:
-    """Runs all strategies and peers, and measures what two techniques are worth. Raises ConfigError."""
+    """Runs all strategies and peers. Raises ConfigError."""
     with open_engine(options.engine, quiet=options.is_silent) as engine:
         about, limits = describe(engine), engine.limits
-        work = options.make_workload(engine, next(iter(options.skew), None))
+        work = options.make_workload(engine)
         rates, cost = measure_rates(engine.device, engine.model.dtype), ModelCost.of(engine)
         experiment = Experiment.of(engine, work, options.batch_size)
     bound = roofline_bound(work, cost, rates)
@@ -79,7 +78,6 @@ def measure(options: BenchOptions, on_progress: OnProgress) -> Page:
             found.append(judged(name, name, done))
         except PeerError as error:
             found.append({"strategy": name, "title": name, "error": str(error)})
-    techniques = measure_techniques(experiment, limits.sequence.longest, options.ablate, on_progress)
     data = about | {
         "work": {
             "source": work.source,
@@ -102,7 +100,7 @@ def measure(options: BenchOptions, on_progress: OnProgress) -> Page:
     static, continuous = records.get("static batches"), records.get("continuous")
     if static is not None and continuous is not None:
         data["gain"] = gain_of(static, continuous, work)
-    return page_of(data | ({"techniques": techniques} if techniques else {}), records)
+    return page_of(data, records)
 
 
 def median_run(runs: Sequence[MeasuredRun]) -> MeasuredRun:
@@ -266,23 +264,7 @@ WASTE = {
     "memory peak": "{memory}",
     "outside model": "{outside_model_share:.1%}",
 }
-PROMPT = {
-    "tokens a step": "{tokens_a_step:,}",
-    "prompt": "{prompt_tokens:,}",
-    "peak memory": "{memory}",
-    "first token": "{time}",
-}
-COST = {
-    "context": "{context_tokens:,}",
-    "with cache": "{with_cache}",
-    "without": "{without_cache}",
-    "speedup": "{speedup}",
-}
-"""The columns of tables, and their cells."""
-
-
-def _table(columns: Mapping[str, str], found: Iterable[Mapping[str, Any]]) -> Table:
-    return Table.of([{head: words.format_map(one) for head, words in columns.items()} for one in found])
+"""The columns of a table, and their cells."""
 
 
 def waste_table(runs: Sequence[Result]) -> Table:
@@ -294,21 +276,12 @@ def waste_table(runs: Sequence[Result]) -> Table:
 
     more = [{"memory": format_bytes(one["peak_memory_bytes"] or 0), "drafts": acceptance(one)} for one in runs]
     columns = WASTE | ({"drafts accepted": "{drafts}"} if has_drafts else {})
-    return _table(columns, [{**one, **words} for one, words in zip(runs, more, strict=True)])
+    found = [{**one, **words} for one, words in zip(runs, more, strict=True)]
+    return Table.of([{head: words.format_map(one) for head, words in columns.items()} for one in found])
 
 
 def _details(data: Mapping[str, Any], done: Sequence[Result], records: Mapping[str, RunRecord]) -> list[Detail]:
-    techniques, roofline = data.get("techniques", {}), data["roofline"]
-    memory = [
-        one | {"memory": format_bytes(one["peak_bytes"]), "time": units.duration(one["elapsed_s"])}
-        for one in techniques.get("prompt_memory", ())
-    ]
-    costs = [
-        one
-        | {name: units.duration(one[f"{name}_s"]) for name in ("with_cache", "without_cache")}
-        | {"speedup": units.times(one["without_cache_s"] / one["with_cache_s"])}
-        for one in techniques.get("token_costs", ())
-    ]
+    roofline = data["roofline"]
     allows = (
         f"The roofline allows {units.duration(roofline['floor_s'])}: this device copies "
         f"{roofline['copy_bytes_per_s'] / 1e9:,.0f} GB/s and multiplies "
@@ -318,6 +291,4 @@ def _details(data: Mapping[str, Any], done: Sequence[Result], records: Mapping[s
         Detail("The roofline", [allows, *roofline["assumed"]]),
         Detail("What the slots did", [waste_table([one for one in done if one["title"] in records])]),
         Detail("Speed and latency", [Picture("speed", partial(plot_speed, done))]),
-        Detail("Memory of a long prompt", [_table(PROMPT, memory)]),
-        Detail("Time of one more token", [_table(COST, costs)]),
     ]

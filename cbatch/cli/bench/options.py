@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ PEERS = ("transformers-generate", "transformers-cb")
 
 PRESETS: dict[str, dict[str, Any]] = {
     "article": {"requests": 8, "input_len": "8:128", "output_len": "32", "batch_size": 4},
-    "skewed": {"skew": (1.0,), "requests": 384, "batch_size": 16, "strategies": ["static", "continuous"]},
+    "skewed": {"skew": 1.0, "requests": 384, "batch_size": 16, "strategies": ["static", "continuous"]},
 }
 """Values of options. article: eight users who get 32 tokens each, with half as many slots."""
 
@@ -36,7 +35,7 @@ SKEWED_WORK = {"requests": 192, "input_len": "24", "output_len": "32"}
 
 SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
-MAX_USERS, MAX_SKEW = 1_000_000, 4
+MAX_USERS = 1_000_000
 
 
 def parse_duration(text: str) -> float:
@@ -52,16 +51,6 @@ def _parse_users(text: str) -> tuple[int, ...]:
     if not all(part.isascii() and part.isdecimal() and 1 <= int(part) <= MAX_USERS for part in parts):
         raise ValueError(f"{text!r} is no number of users, nor a list such as 1,8,32.")
     return tuple(sorted({int(part) for part in parts}))
-
-
-def _parse_skews(text: str) -> tuple[float, ...]:
-    try:
-        skews = sorted({float(part) for part in _parse_names(text)})
-    except ValueError:
-        skews = [math.nan]
-    if not all(0 <= skew <= MAX_SKEW for skew in skews):
-        raise ValueError(f"{text!r} is no number from 0 to {MAX_SKEW}, nor a list of them.")
-    return tuple(skews)
 
 
 def _parse_names(text: str) -> list[str]:
@@ -94,13 +83,8 @@ class BenchOptions:
     input_len: str = option("16:256", "Prompt lengths in tokens.", metavar="LO:HI")
     output_len: str = option("8:256", "Output lengths in tokens.", metavar="LO:HI")
     distribution: DistributionName = option("loguniform", "How lengths are spread between LO and HI.")
-    skew: Sequence[float] = option(
-        "",
-        "Spread lengths around a mean instead: 0 makes all equal, 1 is usual, 2 heavy-tailed. Several: measure the "
-        "gain of continuous over static batches as a curve.",
-        metavar="S[,S…]",
-        parse=_parse_skews,
-        shown="",
+    skew: float | None = option(
+        None, "Spread lengths around a mean instead: 0 makes all equal, 1 is usual, 2 heavy-tailed.", low=0, high=4
     )
     preset: str | None = option(
         None, "The articles' experiment: 8 users, 32 tokens each; or skewed lengths.", choices=tuple(PRESETS)
@@ -137,22 +121,17 @@ class BenchOptions:
         return self.find_capacity or bool(self.users)
 
     @property
-    def is_curve(self) -> bool:
-        """Whether to measure the gain over the skew of lengths."""
-        return len(self.skew) > 1
-
-    @property
     def is_silent(self) -> bool:
         """Whether to leave out progress."""
         return self.quiet or self.json
 
-    def lengths(self, skew: float | None = None) -> tuple[LengthDistribution, LengthDistribution]:
-        """Lengths of prompts and of outputs. Raises ConfigError.  skew: in which they are spread around a mean"""
+    def lengths(self) -> tuple[LengthDistribution, LengthDistribution]:
+        """Lengths of prompts and of outputs. Raises ConfigError."""
         one, other = (
-            replace(LengthDistribution.parse(text, self.distribution), skew=skew)
+            replace(LengthDistribution.parse(text, self.distribution), skew=self.skew)
             for text in (self.input_len, self.output_len)
         )
-        if skew is not None and (one.low != one.high or other.low != other.high):
+        if self.skew is not None and (one.low != one.high or other.low != other.high):
             raise ConfigError(
                 "--skew spreads lengths around means, which --input-len and --output-len give as one number each."
             )
@@ -189,16 +168,10 @@ class BenchOptions:
             "--strategies has drafts, which --speculate off forbids.",
             self.engine.speculate == "off" and "drafts" in self.strategies,
         )
-        if self.skew:
-            self.lengths(self.skew[0])
+        if self.skew is not None:
+            self.lengths()
             yield "The rows of a file have lengths of their own; leave out --skew.", has_file
             yield "--skew goes with strategies, not with users.", self.is_load
-            yield (
-                "Several values of --skew compare static batches with continuous batching only; --ablate and --peer go "
-                "with one.",
-                self.is_curve and has_others,
-            )
-            yield "There is no picture of a curve over --skew; leave out --plot.", self.is_curve and bool(self.plot)
         if self.is_load:
             yield "A file of prompts is for strategies; users ask synthetic questions (--input-len).", has_file
             yield "--ablate and --peer go with strategies, not with users.", has_others
@@ -211,12 +184,9 @@ class BenchOptions:
             yield "--tensor-parallel goes with --users; strategies share one model in this process.", is_split
             yield "--batch-size sets the number of slots; --max-seqs is for a load (--users).", has_seqs
 
-    def make_workload(self, engine: Engine, skew: float | None) -> Workload:
-        """The rows of the file that the options name, or synthetic ones. Raises ConfigError.
-
-        skew: of the lengths of synthetic rows, instead of their distribution
-        """
+    def make_workload(self, engine: Engine) -> Workload:
+        """The rows of the file that the options name, or synthetic ones. Raises ConfigError."""
         if self.prompts is not None:
             return workload.read_workload(self.prompts, engine, self.format)
         vocabulary, longest = engine.model.vocab_size, engine.limits.sequence.longest
-        return workload.synthetic_workload(self.requests, *self.lengths(skew), vocabulary, longest, self.seed)
+        return workload.synthetic_workload(self.requests, *self.lengths(), vocabulary, longest, self.seed)

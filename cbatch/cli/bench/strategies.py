@@ -1,4 +1,4 @@
-"""Ways to batch the same work on the same engine, variants without one of its techniques, and what two of them save."""
+"""Ways to batch the same work on the same engine, and variants without one of its techniques."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import gc
 import random
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import psutil
 import torch
 
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
-from cbatch.base.errors import ConfigError, RequestError
+from cbatch.base.errors import ConfigError
 from cbatch.cli.bench.recorder import RunRecord, RunRecorder
 from cbatch.cli.bench.workload import Workload
 from cbatch.engine.stepping_engine import SteppingEngine
@@ -217,88 +216,3 @@ def turns(names: Iterable[str], rounds: int, on_progress: OnProgress) -> Iterato
         for name in rng.sample(names, len(names)):
             on_progress((f"round {number + 1} of {rounds}: " if rounds > 1 else "") + name)
             yield number, name
-
-
-LONG_PROMPT = 10_000
-CHUNK_SHARES = (1 / 16, 1 / 4, 1)
-"""Chunks of the long prompt whose memory is compared, as shares of its length; the last one is all of it."""
-
-SHORTEST, REPEATS = 64, 5
-"""The first context, in tokens, after which one more token is timed, and how many of them."""
-
-
-def measure_techniques(
-    experiment: Experiment, context: int, names: Sequence[str], on_progress: OnProgress
-) -> dict[str, list[dict[str, Any]]]:
-    """The memory that chunked prefill saves and the time that the KV cache saves, if they are among the names.
-
-    The figures are those of `--json`. The prompt whose memory is measured has LONG_PROMPT tokens, or as many as the
-    context holds. Raises ConfigError if it cannot be computed.
-    """
-    found = {}
-    if "chunked-prefill" in names:
-        on_progress("memory of a long prompt, in chunks and whole")
-        length = min(LONG_PROMPT, context - 1)
-        budgets = dict.fromkeys(max(round(share * length), 1) for share in CHUNK_SHARES)
-        found["prompt_memory"] = [_prompt_memory(experiment, length, budget) for budget in budgets]
-    if "kv-cache" in names:
-        on_progress("time of one more token after longer and longer contexts, with and without the KV cache")
-        found["token_costs"] = _token_costs(experiment, context)
-    return found
-
-
-def _engine(experiment: Experiment, context: int, budget: int, *, own_model: bool = False) -> SteppingEngine:
-    """For one sequence of up to `context` tokens. The cache holds no more, to leave memory for large steps.
-
-    own_model: load the model once more
-    """
-    config = replace(
-        experiment.config,
-        max_seqs=1,
-        max_batch_tokens=budget,
-        kv_blocks=-(-context // experiment.config.block_size),
-        prefix_cache=False,
-        run_ahead=False,
-        speculate="off",  # a step is to give one token
-    )
-    return SteppingEngine(config, None if own_model else experiment.loaded)
-
-
-def _run_prompt(engine: SteppingEngine, length: int, tokens: int) -> RunRecord:
-    """Runs one prompt to this number of output tokens."""
-    recorder = RunRecorder(engine, [tokens], 1)
-    recorder.add(0, [1] * length, tokens)
-    recorder.run()
-    return recorder.finish()
-
-
-def _prompt_memory(experiment: Experiment, length: int, budget: int) -> dict[str, Any]:
-    """Peak memory of one long prompt in steps of `budget` tokens, without weights and KV cache.
-
-    On a CPU, a model keeps the memory of its largest step for the next one, so that only a new model takes it again.
-    """
-    fast_model = experiment.loaded.fast_model
-    own_model = fast_model is not None and fast_model.device.type == "cpu"
-
-    with _engine(experiment, length + 1, budget, own_model=own_model) as engine:
-        engine.zero_cache()
-        release_free_memory()
-        _run_prompt(engine, 1, 1)  # touches what any step does, such as weights that are mapped from a file
-        with peak_memory(engine.device, releases=False) as memory:
-            try:
-                elapsed = _run_prompt(engine, length, 1).elapsed_s
-            except RequestError as error:
-                raise ConfigError(f"A prompt of {length:,} tokens could not be measured: {error}") from error
-    return {"prompt_tokens": length, "tokens_a_step": budget, "peak_bytes": memory["bytes"], "elapsed_s": elapsed}
-
-
-def _token_costs(experiment: Experiment, context: int) -> list[dict[str, Any]]:
-    """Seconds that one more token takes after longer and longer contexts, with the KV cache and without."""
-    costs, length = [], SHORTEST
-    with _engine(experiment, context, context) as engine:
-        while length + REPEATS + 1 <= context:
-            first_s, *times = [step.end - step.start for step in _run_prompt(engine, length, REPEATS + 1).steps]
-            middle = sorted(times)[REPEATS // 2]
-            costs.append({"context_tokens": length, "without_cache_s": first_s, "with_cache_s": middle})
-            length *= 2
-    return costs

@@ -1,10 +1,8 @@
-"""The gain over static batches: its arithmetic against what engines do, its factors, and its curve over the skew."""
+"""The gain over static batches: its arithmetic against what engines do, its factors, and the lengths it comes of."""
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from statistics import pstdev
 from typing import Any
 
@@ -14,21 +12,19 @@ import pytest
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
 from cbatch.cli.bench import command
-from cbatch.cli.bench.options import BenchOptions
-from cbatch.cli.bench.skew import (
+from cbatch.cli.bench.gain import (
     count_continuous,
     count_static,
     expected_gain,
     gain_of,
     gain_sentence,
 )
+from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.bench.strategies import STRATEGIES, Experiment
 from cbatch.cli.bench.workload import LengthDistribution, Workload, skewed_lengths, synthetic_workload
 from cbatch.cli.main import run_command
 from tests.support.bench_reports import WORK, continuous_record, static_record
 from tests.support.tiny_models import VOCABULARY, loaded, make_network, make_prompts
-
-LENGTHS = ["--input-len", "5", "--output-len", "6", "--requests", "12"]
 
 
 @pytest.mark.parametrize("skew", [0, 0.5, 1, 2])
@@ -89,32 +85,16 @@ def options_of(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> BenchOp
 def test_defaults_of_experiments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards presets and skewed lengths: their own defaults, which what is typed overrides."""
     usual = options_of([], monkeypatch)
-    assert (usual.skew, usual.requests, usual.rounds, usual.engine.speculate) == ((), 32, 3, "auto")
+    assert (usual.skew, usual.requests, usual.rounds, usual.engine.speculate) == (None, 32, 3, "auto")
     skewed = options_of(["--preset", "skewed"], monkeypatch)
-    assert (skewed.skew, skewed.requests, skewed.batch_size, skewed.is_curve) == ((1.0,), 384, 16, False)
+    assert (skewed.skew, skewed.requests, skewed.batch_size) == (1.0, 384, 16)
     assert (skewed.strategies, skewed.input_len, skewed.output_len) == (["static", "continuous"], "24", "32")
     assert options_of(["--speculate", "off"], monkeypatch).strategies == ["none", "static", "continuous"]
-    other = options_of(["--preset", "skewed", "--skew", "2,0", "--output-len", "9"], monkeypatch)
-    assert (other.skew, other.output_len, other.is_curve) == ((0.0, 2.0), "9", True)
+    other = options_of(["--preset", "skewed", "--skew", "0", "--output-len", "9"], monkeypatch)
+    assert (other.skew, other.requests, other.output_len) == (0.0, 384, "9")
     assert options_of(["--preset", "article"], monkeypatch).output_len == "32"
     assert options_of(["--users", "4"], monkeypatch).rounds == 1
     assert options_of(["--users", "32,4,32", "--rounds", "2"], monkeypatch).users == (4, 32)
-
-
-@pytest.mark.slow
-def test_the_curve(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards the experiment as people run it: a point for each skew, with all rounds."""
-    options = ["--skew", "0,1.5", *LENGTHS, "--batch-size", "3", "--rounds", "2", "-m", str(model_folder)]
-    assert run_command(["bench", "--json", *options]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert [point["skew"] for point in data["points"]] == [0, 1.5] and data["work"]["mean_output_tokens"] == 6
-    for point in data["points"]:
-        gain = point["gain"]
-        assert len(point["gain_of_rounds"]) == 2 and gain["measured"] in point["gain_of_rounds"]
-        factors = math.prod(gain[name] for name in ("slots", "padding", "tail", "step_time"))
-        assert factors == pytest.approx(gain["measured"])
-        assert point["static_s"] / point["continuous_s"] == pytest.approx(gain["measured"])
-    assert data["points"][0]["gain"]["expected"]["by_steps"] == 1 < data["points"][1]["gain"]["expected"]["by_steps"]
 
 
 def test_lists_complete_in_a_shell() -> None:

@@ -16,7 +16,6 @@ from tests.support.bench_reports import (
     both,
     load_report,
     make_comparison,
-    make_curve,
     make_load,
     make_one_load,
     make_search,
@@ -45,7 +44,7 @@ def drawn() -> dict[str, tuple[str, Any]]:
     """The SVG text and the figure of every picture, by name: with very slow runs and peers."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
     search = make_search(1, 2, 4, 7, 8, 16, capacity=4, rounds=2)
-    pages = make_comparison("ablations", "peers"), search, make_one_load(), make_curve()
+    pages = make_comparison("ablations", "peers"), search, make_one_load()
     return draw_all([one for page in pages for one in page.pictures])
 
 
@@ -75,7 +74,7 @@ def test_pictures_of_little(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     empty = load_report(4, {1: [unjudged]}, Capacity(0))
     empty.write(str(tmp_path), None)
     assert "no picture, because no answer" in capsys.readouterr().err and not any(tmp_path.iterdir())
-    assert names(empty) == names(make_one_load()) == names(make_curve()) == set()
+    assert names(empty) == names(make_one_load()) == set()
     assert names(make_search(1)) == {"load"}
     page_with = lambda **records: comparison.page_of(make_comparison().data, records)  # noqa: E731
     assert names(page_with(nothing=RunRecord(1, []))) == {"speed"}

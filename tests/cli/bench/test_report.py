@@ -60,7 +60,7 @@ LOAD = "5 users: 20% of them get a first token within 500 ms and 10 tokens/s"
 SEARCH = "5 users at once get a first token within 500 ms and 10 tokens/s"
 REPORTS = {
     "strategies": (*STATIC, CONTINUOUS, STRATEGIES),
-    "ablations": (*STATIC, SLOW, ["Memory of a long prompt", "Time of one more token"]),
+    "ablations": (*STATIC, SLOW, STRATEGIES),
     "peers": (*STATIC, PEER, ["The roofline", "Machine and versions"]),
     "load": (LOAD, SERVED, USERS, ["Machine and versions"]),
     "capacity": (SEARCH, SERVED, USERS, ["Machine and versions"]),
