@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -54,7 +53,7 @@ _session, _rows, _screen, _report = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """The options of `cbatch chat`; `source` is --from, `continued` --continue.
+    """The options of `cbatch chat`; `continued` is --continue.
 
     typed: those that stand on the command line itself; they count more than what a session was saved with
     """
@@ -66,13 +65,6 @@ class ChatOptions:
     json: bool = _session(False, "Write each reply as a JSON object, without a terminal.")
     continued: bool = _session(False, "Go on with the last saved session.", names=("-c", "--continue"))
     load: str | None = _session(None, "Go on with a saved session.", metavar="NAME|FILE")
-    source: str | None = _session(
-        None, "Open a row of a batch's output as a session.", names=("--from",), metavar="OUT.jsonl", is_file=True
-    )
-    index: int | None = _session(None, "Index of that row.", low=0, metavar="K")
-    prompts: str | None = _session(
-        None, "Input of that batch; the question is read from it.", metavar="FILE", is_file=True
-    )
     auto_trim: bool = _session(False, "Drop the oldest turns when the context is full.")
     no_history: bool = _session(False, "Save nothing of this chat to disk.")
     tools: tuple[str, ...] = tools_option()
@@ -94,12 +86,8 @@ class ChatOptions:
         """Raises UserError or ConfigError if the options contradict each other or cannot be met."""
         self.sampling.check_for_chat()
         self.replicas.check(self.engine)
-        if (self.source is None) != (self.index is None):
-            raise UserError("--from OUT.jsonl and --index K go together.")
-        if self.prompts is not None and self.source is None:
-            raise UserError("--prompts goes with --from OUT.jsonl --index K.")
-        if sum([self.continued, self.load is not None, self.source is not None]) > 1:
-            raise UserError("--continue, --load and --from each open a session; give one of them.")
+        if self.continued and self.load is not None:
+            raise UserError("--continue and --load each open a session; give one of them.")
         if self.lines and self.question is not None:
             raise UserError("With --lines the messages are the lines of stdin; a QUESTION does not go with it.")
         if "allow_tools" in self.typed and not self.tools:
@@ -264,7 +252,7 @@ def _apply_typed(options: ChatOptions, session: Session) -> None:
 
 
 def _open_session(options: ChatOptions, controller: ChatController, store: SessionStore) -> None:
-    """Opens what --continue, --load or --from name. Raises UserError if it is not there."""
+    """Opens what --continue or --load names. Raises UserError if it is not there."""
     name = options.load
     if options.continued or name is not None:
         path = next((saved.path for saved in store.saved_sessions()), None) if name is None else store.lookup(name)
@@ -274,28 +262,3 @@ def _open_session(options: ChatOptions, controller: ChatController, store: Sessi
         session = store.open(path)
         _apply_typed(options, session)
         controller.open_saved(session)
-    source, index = options.source, options.index
-    if source is None or index is None:
-        return
-    from cbatch.cli.chat.engine_client import prompt_length
-    from cbatch.cli.chat.session.export import from_result
-
-    prompts, sampling = Path(options.prompts) if options.prompts is not None else None, options.sampling
-    session, prompt_tokens = from_result(Path(source), index, prompts, sampling.seed)
-    session.params = with_overrides(session.params, sampling.params)
-    session.system = session.system or sampling.system
-    _apply_typed(options, session)
-    controller.open_saved(session)
-    if prompts is None:
-        session.add_notice("The file does not hold the question to this reply; --prompts FILE adds it.")
-    elif prompt_tokens is not None and session.last is not None:
-        messages = session.messages(session.last)
-
-        def compare(count: int) -> None:
-            if count != prompt_tokens:
-                notice(
-                    f"row {index} of {source} was made from a prompt of {prompt_tokens:,} tokens, but line "
-                    f"{index + 1} of {prompts} gives {count:,} with this model: is it the right file?"
-                )
-
-        controller.client.compute(partial(prompt_length, messages=messages), compare)

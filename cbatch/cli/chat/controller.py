@@ -354,7 +354,7 @@ class ChatController:
         number = session.turns.index(turn)
         copy = session.copied(self._new_name(None))
         del copy.items[copy.items.index(copy.turns[number]) :]
-        copy.dropped = min(copy.dropped, copy.num_droppable)
+        copy.dropped = min(copy.dropped, len(copy.turns))
         self._send(self._add(copy), turn.with_text(text))
 
     def trim(self, session: Session, num_turns: int | None) -> int:
@@ -485,7 +485,7 @@ class ChatController:
             state = "stop" if event.finish_reason == "tool_calls" else event.finish_reason
             engine, size = self.client_of(session).engine, sum(one.num_tokens or 0 for one in turn.attachments)
             is_alone = engine is not None and size >= engine.limits.sequence.longest
-            can_trim = session.num_droppable - session.dropped > 1 and not is_alone
+            can_trim = len(session.turns) - session.dropped > 1 and not is_alone
             reply.finish(state, event.error, limit, has_failed=has_failed, can_trim=can_trim)
             self._after_replies(session)
 

@@ -97,11 +97,8 @@ class Transcript:
 
     def chunks(self, session: Session, width: int) -> list[list[StyledLine]]:
         """All lines of a session, item by item."""
-        chunks = [
-            [*wrap_plain(message["content"], width, "class:note", first=f"{safe(message['role'])}: "), []]
-            for message in session.prelude
-        ]
-        unit = int(bool(session.prelude))
+        chunks: list[list[StyledLine]] = []
+        unit = 0
         before: Turn | Notice | None = None
         for item in session.items:
             if isinstance(item, Turn):

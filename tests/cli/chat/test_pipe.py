@@ -160,9 +160,6 @@ def test_auto_trim(talk: Talk) -> None:
         (["--allow-tools"], "goes with --tools"),
         (["--no-mouse"], "--no-mouse is for a chat on a terminal"),
         (["--vi"], "--vi is for a chat on a terminal"),
-        (["--from", "x.jsonl"], "go together"),
-        (["--prompts", "x.jsonl"], "--prompts goes with"),
-        (["--from", "/no/such.jsonl", "--index", "0"], "Cannot read /no/such.jsonl"),
         (["--lines", "--fit"], "--fit is for a document on stdin"),
         (["a\udcff"], "The QUESTION is not valid UTF-8 (character 2)"),
         (["--no-such-option"], "No such option"),
@@ -188,25 +185,6 @@ def test_the_help_offers_only_what_a_chat_takes(capsys: pytest.CaptureFixture[st
     assert run_command(["chat", "--help-all"]) == 0
     options = set(re.findall(r"--[a-z][\w-]*", capsys.readouterr().out))
     assert {"--temperature", "--continue", "--tools", "--preset"} <= options and not {"--n", "--logprobs"} & options
-
-
-def test_from_a_batch(talk: Talk, runs: ForkServer, tmp_path: Path) -> None:
-    """Guards continuing from a row of a batch, with its question and without."""
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text('{"prompt": "Hello."}\n{"prompt": "My name is Ada."}\n{"prompt": 5}\n')
-    assert runs.start("run", source, "-o", out).code() == 1
-    talked = talk("What is my name?", "-q", "--from", out, "--index", 1, "--prompts", source)
-    assert talked == (0, "Your name is Ada.\n", "")
-    assert talk("What is my name?", "-q", "--from", out, "--index", 1)[0] == 0
-    other = tmp_path / "other.jsonl"
-    other.write_text('{"prompt": "Hello."}\n{"id": "b", "prompt": "My name is Bob."}\n')
-    code, _, err = talk("Hello.", "-q", "--from", out, "--index", 1, "--prompts", other)
-    assert code == 2 and "has the id None, but line 2" in err and "is it the right file?" in err
-    other.write_text('{"prompt": "Hello."}\n{"prompt": "My name is Bob, and that is all."}\n')
-    code, _, err = talk("Hello.", "-q", "--from", out, "--index", 1, "--prompts", other)
-    assert code == 0 and "with this model: is it the right file?" in err
-    code, _, err = talk("Hello.", "-q", "--from", out, "--index", 2)
-    assert code == 2 and "row 2" in err and "prompt must be a string" in err
 
 
 def test_a_reader_that_goes_away_and_a_full_disk(runs: ForkServer, tmp_path: Path) -> None:

@@ -338,9 +338,8 @@ class Session:
     params:    sampling parameters that differ from the model's defaults
     seed:      of this session's replies; None derives one from the chat's
     template_kwargs: variables for the chat template, beside those of the whole chat
-    prelude:   messages before the first turn, if the conversation was opened from a file
     items:     turns and notices in the order in which they are shown
-    dropped:   how many of the oldest turns the model is no longer shown; the prelude counts as one
+    dropped:   how many of the oldest turns the model is no longer shown
     queue:     messages that wait until a reply is complete, or one of several is picked
     draft:     what is typed; `attached` files go with it, and `pastes` stand in it, or may come back into it
     attempts:  replies requested so far, which give each reply a seed of its own
@@ -353,7 +352,6 @@ class Session:
     params: dict[str, Any] = field(default_factory=dict)
     seed: int | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    prelude: list[Message] = field(default_factory=list)
     items: list[Turn | Notice] = field(default_factory=list)
     dropped: int = 0
     queue: list[Turn] = field(default_factory=list)
@@ -397,11 +395,6 @@ class Session:
         return [_message("system", self.system)] if self.system else []
 
     @property
-    def num_droppable(self) -> int:
-        """The items that `dropped` counts: the turns, and the prelude if there is one."""
-        return bool(self.prelude) + len(self.turns)
-
-    @property
     def title(self) -> str:
         """The beginning of the first message, in whole words; the name if there is none."""
         words = " ".join((self.turns[0].text if self.turns else "").split())
@@ -413,7 +406,7 @@ class Session:
     @property
     def is_unused(self) -> bool:
         """Whether there is nothing in it that anybody could miss."""
-        return not (self.turns or self.queue or self.prelude or self.attached or self.draft.strip())
+        return not (self.turns or self.queue or self.attached or self.draft.strip())
 
     def fold_paste(self, text: str) -> Attachment:
         """Keeps a long paste, under a name that no other one of this session has."""
@@ -435,11 +428,10 @@ class Session:
         self.items[:] = [item for item in self.items if isinstance(item, Turn) or not item.is_passing]
 
     def message_groups(self, turn: Turn) -> list[list[Message]]:
-        """The messages up to that of a turn: the prelude, each earlier turn, and the message."""
+        """The messages up to that of a turn: those of each earlier turn, and the message."""
         turns = self.turns
         groups = [earlier.messages() for earlier in turns[: turns.index(turn)]]
-        history = ([self.prelude] if self.prelude else []) + groups
-        return [*history[self.dropped :], [_message("user", turn.message)]]
+        return [*groups[self.dropped :], [_message("user", turn.message)]]
 
     def messages(self, turn: Turn) -> list[Message]:
         """The conversation up to and with the message of a turn."""
@@ -453,12 +445,12 @@ class Session:
     def drop(self, count: int) -> int:
         """Drops oldest turns until `count` are dropped, but never the last turn. Returns how many were added."""
         before = self.dropped
-        self.dropped = max(before, min(count, self.num_droppable - 1))
+        self.dropped = max(before, min(count, len(self.turns) - 1))
         return self.dropped - before
 
     def remove(self, turn: Turn) -> None:
         self.items.remove(turn)
-        self.dropped = min(self.dropped, self.num_droppable)
+        self.dropped = min(self.dropped, len(self.turns))
 
     def finish(self) -> None:
         """Stops replies that are still open; queued messages become turns without a reply."""
@@ -486,24 +478,6 @@ class Session:
         for turn in made.turns:
             turn.first_compared = 0
         return made
-
-    def load_messages(self, messages: list[Message]) -> None:
-        """Fills an empty session. Messages that do not alternate between user and assistant become the prelude."""
-        rest = list(messages)
-        if rest and rest[0]["role"] == "system":
-            self.system = str(rest.pop(0)["content"])
-        for message in rest:
-            last = self.last
-            if message["role"] == "user" and (last is None or last.replies):
-                self.items.append(Turn(str(message["content"])))
-            elif message["role"] == "assistant" and last is not None and not last.replies:
-                last.replies.append(Reply(str(message["content"]), state="stop"))
-            else:
-                self.prelude += [part for turn in self.turns for part in turn.messages()]
-                if last is not None and not last.replies:
-                    self.prelude.append(_message("user", last.message))
-                self.prelude.append(message)
-                self.items.clear()
 
 
 def as_plain_text(messages: Sequence[Message]) -> str:

@@ -50,9 +50,7 @@ SAVED: dict[type, dict[str, str]] = {
     ToolRound: _keys("text", uses="calls"),
     Reply: _keys("text reasoning raw seed params error code remark rounds label model prompt_tokens num_tokens state"),
     Turn: _keys("chosen", text="user", attachments="attached", replies="answers"),
-    Session: _keys(
-        "name system params model seed template_kwargs draft pastes attached prelude dropped attempts turns"
-    ),
+    Session: _keys("name system params model seed template_kwargs draft pastes attached dropped attempts turns"),
 }
 """The fields of each record that are saved, and their keys in the file."""
 
@@ -82,6 +80,8 @@ def read_session(path: Path) -> Session:
         raise UserError(f"{error}.") from error
     if fields.get("cbatch_session") != VERSION:
         raise UserError(f"{path} is not a session saved by this version.")
+    if fields.get("prelude"):  # which would be left out without a word
+        raise UserError(f"{path} was opened from a row of a batch by an older version; this one cannot read it.")
     try:
         return _session(fields)
     except RequestError as error:
@@ -107,10 +107,9 @@ def _session(fields: dict[str, Any]) -> Session:
         if not 0 <= turn.chosen < max(len(turn.replies), 1):
             raise IndexError(f"answer {turn.chosen} of {len(turn.replies)}")
     session.items += turns
-    session.prelude = [{key: _from_json(str, each[key]) for key in ("role", "content")} for each in session.prelude]
     session.template_kwargs = dict(TemplateOptions(kwargs=session.template_kwargs).kwargs)
     session.attempts %= 2**32
-    session.dropped = max(0, min(session.dropped, session.num_droppable))
+    session.dropped = max(0, min(session.dropped, len(turns)))
     return session
 
 
