@@ -69,7 +69,7 @@ def test_values_of_every_kind(config: Path) -> None:
     config.write_text(
         'stop = ["a", "b c"]\nparam = "echo=true"\nreplicas = 2\nprefix_cache = false\nmodel = "~/models/x"\n'
         'max_memory = {cpu = "30GiB"}\n[run]\ndate = 2025-03-04\ntarget_step_ms = 7.5\nresume = true\n'
-        "[run.template-kwargs]\nenable_thinking = false\n[run.ray_resources]\nnum_gpus = 1\n[chat]\nfrom = 'o.jsonl'\n"
+        "[run.template-kwargs]\nenable_thinking = false\n[run.ray_resources]\nnum_gpus = 1\n[chat]\ncontinue = true\n"
     )
     values = values_of("run")
     assert values["stop"] == ("a", "b c") and values["param"] == {"echo": True} and values["replicas"] == 2
@@ -77,7 +77,7 @@ def test_values_of_every_kind(config: Path) -> None:
     assert values["max_memory"] == {"cpu": "30GiB"} and values["template_kwargs"] == {"enable_thinking": False}
     assert values["ray_resources"] == {"num_gpus": 1} and str(values["date"]) == "2025-03-04"
     assert values["target_step_ms"] == 7.5 and values["resume"] is True
-    assert values_of("chat")["source"] == "o.jsonl"
+    assert values_of("chat")["continued"] is True
 
 
 def test_presets(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,6 @@ NO_MODEL = ["-m", "/no/such/model"]
         "mcp: run {rows} --tools {servers}",
         "matplotlib: bench --plot {rows}.pictures",
         "matplotlib: bench --users 3 --report {rows}.html",
-        "ray: bench --ray auto",
         "ray: run {rows} -o {rows}.jsonl --ray auto",
     ],
 )
