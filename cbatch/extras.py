@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 """The folder that holds the package: that of a checkout, or of installed packages."""
 
 EXTRAS = {
+    "PIL": ("images", "Images need Pillow, the package"),
     "accelerate": ("device-map", "--device-map auto needs"),
     "fsspec": ("remote", "Files that lie elsewhere need"),
     "jsonschema": ("validate", "Checks by a JSON schema need"),

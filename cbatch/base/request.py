@@ -70,13 +70,36 @@ class ScoredTail(NamedTuple):
     members: Sequence[int]
 
 
+class ImageTexts(NamedTuple):
+    """What stands for images in a prompt.
+
+    marker: the chat template writes it for each image
+    texts:  come in its place, one for each image
+    """
+
+    marker: str
+    texts: Sequence[str]
+
+
+class PlacedImage(NamedTuple):
+    """An image in a prompt.
+
+    picture: where it comes from (`cbatch.media.Picture`)
+    places:  [P] int64, ascending: the numbers of the prompt's tokens that the rows of its features replace
+    """
+
+    picture: Any
+    places: Any
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
 class Request:
     """One request. It is filled as it goes, and each stage reads what the stages before it have set.
 
     Asked for by a row or a program. Exactly one of the first three is set, unless there is an `error`:
     text:       plain text to continue; in a row it may become a message of the user
-    messages:   a conversation, for the chat template
+    messages:   a conversation, for the chat template. Content is text, or a list of `{"type": "text", "text": ...}` and
+                `{"type": "image"}`
     prompt_ids: token ids to continue. Those of other prompts are made by `InputProcessor.encode`
     raw:        take `text` as it is, even if the model has a chat template
     system:     system message, if the conversation has none
@@ -89,6 +112,7 @@ class Request:
     embed:      what is embedded, if nothing is to be generated
     given:      sampling parameters that the row sets, by name
     given_template: options of the chat template that the row sets
+    given_pictures: what the row says of each picture, and where it stands, for messages; empty once `pictures` is set
     priority:   lower priorities run first
     tool_rounds: how often what the model calls is run; 0 gives the calls as the result
     tries:      how many tries earlier runs have given it
@@ -111,6 +135,8 @@ class Request:
     adapter:  fingerprint of its LoRA adapter; empty if it has none
     columns:  columns of its row of output that are asked for (see `requests/columns.py`)
     labels:   those of the model's classification head, if it scores the continuations
+    image_texts: what stands for its pictures in the prompt, if there are any
+    pictures: those of all messages in their order (`Picture`)
 
     Encoded, by `InputProcessor.encode`:
     dropped_tokens: of the prompt, as `truncate_prompt` says
@@ -121,6 +147,9 @@ class Request:
     is_thinking: whether the prompt leaves the model inside its reasoning
     prefix:   the beginning of the answer, which the prompt ends with
     known:    what each output has already, which it goes on with; empty if nothing is known
+    images:   those of its prompt, in order
+    positions: [3, P] int64, of its prompt's tokens in time, rows and columns, if its images have these
+    content_ids: its token ids, with numbers of their own for the rows of each image; empty if there are no images
     tails:    of the continuations, which begin alike with `prompt_ids`, or each text that is embedded or classified;
               empty if an answer is asked for
 
@@ -149,6 +178,7 @@ class Request:
     embed: EmbedOptions | None = None
     given: dict[str, Any] = field(default_factory=dict)
     given_template: dict[str, Any] = field(default_factory=dict)
+    given_pictures: Sequence[tuple[Any, str]] = ()
     priority: int = 0
     tool_rounds: int = 0
     tries: int = 0
@@ -169,6 +199,8 @@ class Request:
     adapter: str = ""
     columns: Sequence[str] = ()
     labels: Sequence[str] = ()
+    image_texts: ImageTexts | None = None
+    pictures: Sequence[Any] = ()
 
     dropped_tokens: int = 0
     grammar: Any = None
@@ -178,6 +210,9 @@ class Request:
     is_thinking: bool = False
     prefix: str = ""
     known: Sequence[KnownOutput] = ()
+    images: Sequence[PlacedImage] = ()
+    positions: Any = None
+    content_ids: Sequence[int] = ()
     tails: Sequence[ScoredTail] = ()
 
     request_id: int | None = None
@@ -262,6 +297,8 @@ class RequestDefaults:
     raw:      take every prompt as plain text to continue
     template: options of the chat template
     columns:  columns of rows of output that are asked for (see `requests/columns.py`)
+    media_root: folder below which files of pictures must lie
+    allow_remote_media: whether pictures are fetched from web servers
     """
 
     params: ParamsLike = field(default_factory=dict)
@@ -270,6 +307,8 @@ class RequestDefaults:
     raw: bool = False
     template: TemplateOptions = field(default_factory=TemplateOptions)
     columns: tuple[str, ...] = ()
+    media_root: str = "."
+    allow_remote_media: bool = False
 
     def __post_init__(self) -> None:
         """Raises RequestError for a seed or a system message of a wrong type."""

@@ -17,6 +17,7 @@ from functools import partial
 from cbatch.base.outputs import TokenEvent
 from cbatch.engine.model_runner import ModelRunner
 from cbatch.engine.stats import StepRecord
+from cbatch.model.images import Images
 from cbatch.runtime.batch import BlockTables, Logits, RaggedBatch
 from cbatch.runtime.cpu import single_threaded
 from cbatch.runtime.device import pins_memory
@@ -71,6 +72,7 @@ class StepLoop:
         self._masks = MaskFiller(pin=pins_memory(runner.model.device))
         self._sampler = sampler
         self._step_time = step_time
+        self._images: Images | None = None
 
     @property
     def has_work(self) -> bool:
@@ -114,6 +116,8 @@ class StepLoop:
             self._masks.begin(grammar_places(scheduled))
         else:
             known_on_device = self._in_flight.in_flight_tokens
+        with span("images"):
+            images = None if self._images is None else self._images.rows(scheduled.chunks)
         with span("build"):
             batch = RaggedBatch.build(
                 scheduled,
@@ -123,6 +127,7 @@ class StepLoop:
                 known_on_device,
                 partial(sampling_params, scheduled),
                 runner.state_pool,
+                images,
             )
         with span("forward"):
             logits = runner.forward(batch) if self.on_step is None else self._observe(self.on_step, scheduled, batch)

@@ -154,7 +154,7 @@ class ModelRunner:
             batch.states.prepare()
         if batch.copies is not None:
             self.kv_cache.copy_blocks(batch.copies)
-        if self._graphs is not None and (logits := self._graphs.forward(batch)) is not None:
+        if self._graphs is not None and batch.images is None and (logits := self._graphs.forward(batch)) is not None:
             return logits
         return self.model.forward(batch, self.kv_cache, self.attention)
 

@@ -26,6 +26,7 @@ from cbatch.engine.model_runner import ModelRunner
 from cbatch.engine.stats import EngineStats
 from cbatch.model.base import Model
 from cbatch.model.hf.self_check import checked_model
+from cbatch.model.images import Images
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import LoadedModel
 from cbatch.model.pooling import Pooling
@@ -51,6 +52,10 @@ from cbatch.text.tokenizer import Prompt
 
 if TYPE_CHECKING:
     from cbatch.engine.kernel_checks.kernel_check import KernelCheck
+
+
+IMAGE_CACHE_BYTES = 1 << 29
+"""Of the rows of embeddings that images have become, which are kept for requests to come."""
 
 
 class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
@@ -80,6 +85,8 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         self._limits = _limits_of(scheduler, runner)
         overlap = pins_memory(self.device) if config.run_ahead is None else config.run_ahead
         super().__init__(scheduler, runner, execution.sampler, step_time, overlap=overlap)
+        if self.loaded.vision is not None:
+            self._images = Images(self.loaded.vision, IMAGE_CACHE_BYTES)
         self._constraint_compiler = ConstraintCompiler(self.tokenizer, model.vocab_size) if self.tokenizer else None
         self._requests: dict[int, list[TokenSequence]] = {}
         self._owner: threading.Thread | None = None
@@ -209,6 +216,7 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
             first_id=self.first_id,
             adapters=self._adapters,
             pooling=self.pooling,
+            images=self._images,
             labels=self.loaded.classifier.labels if self.loaded.classifier is not None else (),
         )
         return InputProcessor(model, defaults or RequestDefaults())

@@ -39,6 +39,14 @@ AddAdapters = Callable[[Any, Tensor, Tensor], None]
 """Adds what adapters add to a linear of the program with source [T, depth] to their product, [T, columns]."""
 
 
+class DeviceImages(NamedTuple):
+    """`ImageRows` on the device."""
+
+    places: Tensor
+    values: Tensor
+    positions: Tensor | None
+
+
 class DeviceInputs(NamedTuple):
     """A step's inputs on the device (see `RaggedBatch`): [T] integers each, and where its layers keep keys and values.
 
@@ -48,6 +56,7 @@ class DeviceInputs(NamedTuple):
     recurrence: where the step's chunks have the states of recurrent layers; None for a model without such layers
     states:     each of these states [slots, *shape]
     adapters:   None if no token of the step has one
+    images:     None if the step has none; its places are on the device
     """
 
     input_ids: Tensor
@@ -59,6 +68,7 @@ class DeviceInputs(NamedTuple):
     recurrence: Recurrence | None = None
     states: Sequence[Tensor] = ()
     adapters: AddAdapters | None = None
+    images: DeviceImages | None = None
 
 
 class HiddenStates(NamedTuple):

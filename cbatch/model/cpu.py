@@ -214,7 +214,16 @@ class CpuModel(ProgramModel):
             shift = self._num_positions - self.max_model_len
             positions = np.where(positions >= self.max_model_len, positions + shift, positions)
         length = len(ids)
-        inputs = kernels.StepInputs(ids, positions, self._rotary, self._rotary_layout, np.arange(length), batch.rows)
+        images, image_rows = np.empty((0, 0), np.float32), np.empty(0, np.int64)
+        if batch.images is not None:
+            images, image_rows = batch.images.values.float().numpy(), np.full(length, -1)
+            image_rows[batch.images.places] = np.arange(len(images))
+            if batch.images.positions is not None:
+                positions = positions.copy()
+                positions[batch.images.places] = self._rotate_by_axes(batch.images.positions)
+        inputs = kernels.StepInputs(
+            ids, positions, self._rotary, self._rotary_layout, np.arange(length), batch.rows, images, image_rows
+        )
         if kv_cache not in self._paged_caches:
             self._paged_caches[kv_cache] = paged_caches_of(kv_cache, self._element)
         caches, buffers = self._paged_caches[kv_cache], self._buffers_for(length)
@@ -267,9 +276,9 @@ class CpuModel(ProgramModel):
             empty(pairs, np.int64), empty(pairs, np.float32), empty(pairs, np.int64), starts, active, scratch
         )
 
-    def _grow_rotary_tables(self, positions: int) -> None:
-        """Makes the rotary tables of so many positions (see `StepInputs`)."""
-        every, tables, layout, start = torch.arange(positions), [], [], 0
+    def _grow_rotary_tables(self, positions: int, others: int = 0) -> None:
+        """Makes the rotary tables of so many positions (see `StepInputs`).  others: further rows"""
+        every, tables, layout, start = torch.arange(positions + others), [], [], 0
         for rotary in self.program.rotaries:
             variants = [rotary.inv_freq, rotary.long_inv_freq][: 1 + (self.short_context is not None)]
             for inv_freq in variants:
@@ -277,9 +286,24 @@ class CpuModel(ProgramModel):
                 tables.append(torch.cat([cosines, sines, rotary.query_scales(every)[:, None]], dim=1).flatten())
             layout.append((start, len(rotary.inv_freq)))
             start += len(variants) * tables[-1].numel()
-        self._num_positions = positions
+        self._num_positions, self._num_rotary_rows = positions, positions + others
         self._rotary = torch.cat([torch.empty(0), *tables]).numpy()
         self._rotary_layout = np.array(layout, np.int64).reshape(-1, 2)
+
+    def _rotate_by_axes(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Writes rows into the rotary tables for positions [3, E] of tokens in images, and returns the rows' numbers.
+
+        They are the last ones of the tables, which plain positions do not reach.
+        """
+        count = positions.shape[1]
+        if self._num_positions + count > self._num_rotary_rows:
+            self._grow_rotary_tables(self._num_positions, count)
+        first = self._num_rotary_rows - count
+        for rotary, (start, half) in zip(self.program.rotaries, self._rotary_layout.tolist(), strict=True):
+            rows = self._rotary[start:].reshape(-1)[first * (2 * half + 1) : (first + count) * (2 * half + 1)]
+            cosines, sines = rotary.tables(torch.from_numpy(positions))
+            rows.reshape(count, -1)[:, : 2 * half] = torch.cat([cosines, sines], 1).numpy()
+        return np.arange(first, first + count)
 
     def _outputs_for(self, rows: int) -> tuple[kernels.StepOutputs, Tensor]:
         """Memory for the outputs of so many rows, and its logits [R, vocabulary] as a tensor.

@@ -20,7 +20,7 @@ from cbatch.attention.base import AttentionBackend
 from cbatch.base.quantization import STORED, Quantization
 from cbatch.kernels.formats import ON_GPU
 from cbatch.kernels.operands import AdapterRows, Addend, Recurrence
-from cbatch.model.base import AddAdapters, DeviceInputs, HiddenStates
+from cbatch.model.base import AddAdapters, DeviceImages, DeviceInputs, HiddenStates
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.device_weights import DeviceWeights
 from cbatch.model.float8 import Float8Use, activations_in, float8_problem
@@ -151,6 +151,11 @@ class CudaModel(ProgramModel):
         inputs = DeviceInputs(batch.input_ids, batch.position_ids, batch.slot_mapping, kv_cache, attention, metadata)
         if batch.adapters is not None:
             inputs = inputs._replace(adapters=self.adding(rows_on(self.device, batch.adapters)))
+        if batch.images is not None:
+            places, positions = batch.images.places, batch.images.positions
+            there = to_device([places] if positions is None else [places, positions], self.device)
+            images = DeviceImages(there[0], batch.images.values.to(self.device), there[1] if len(there) > 1 else None)
+            inputs = inputs._replace(images=images)
         if batch.states is not None:
             inputs = inputs._replace(recurrence=_recurrence_of(batch), states=batch.states.pool.tensors)
         hidden = self.run_layers(inputs)

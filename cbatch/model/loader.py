@@ -53,6 +53,7 @@ from cbatch.model.formats.quantized import QuantizedCheckpoint, settings_of, wit
 from cbatch.model.hf.memory_check import fits
 from cbatch.model.hf.network import load_network
 from cbatch.model.hf.placement import Placement, placement_of
+from cbatch.model.hf.vision import Vision, vision_of
 from cbatch.model.load_plan import CALIBRATION_TEXT, DEMO_MODEL, LoadPlan
 from cbatch.model.lora.sites import sites_of
 from cbatch.model.lora_files import Adapter
@@ -101,6 +102,7 @@ class LoadedModel:
     path:       `fast`, or `transformers` and why
     stored:     formats of the weights in the file, if these are not the usual ones
     classifier: the classification head, if it has one
+    vision:     its processor of images and vision tower, if it takes images
     make_pooling: reads how hidden states become an embedding
     """
 
@@ -119,6 +121,7 @@ class LoadedModel:
     path: str = ""
     stored: str = ""
     classifier: Pooling | None = field(default=None, repr=False)
+    vision: Vision | None = field(default=None, repr=False)
     make_pooling: Callable[[], Pooling] = field(default=Pooling, repr=False)
 
     @cached_property
@@ -207,6 +210,7 @@ def _load(plan: LoadPlan) -> LoadedModel:
         path=path,
         stored=getattr(fast_model, "stored", ""),
         classifier=classifier,
+        vision=vision_of(plan.source, plan.revision, plan.device, fast_model.dtype) if fast_model is not None else None,
         make_pooling=lambda: read_pooling(model_folder(plan.source, plan.revision, FILES), tokenizer),
     )
 

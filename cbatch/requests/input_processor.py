@@ -13,6 +13,8 @@ from cbatch.base.errors import RequestError, as_error, invalid_row
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request, RequestDefaults, ToolChoice
 from cbatch.extras import require_package
+from cbatch.media.pictures import MediaSources
+from cbatch.model.images import Images
 from cbatch.model.pooling import Pooling
 from cbatch.requests.completion import Completion
 from cbatch.requests.embeddings import check_embedding, encode_inputs, params_of
@@ -37,6 +39,7 @@ class ModelInfo:
     adapters:       fingerprints of its LoRA adapters by name
     pooling:        reads how its hidden states become an embedding. Raises ModelError
     labels:         those of its classification head; empty without one
+    images:         what it makes of pictures; None if it takes none
     compile:        compiles the constraint of a request (see `SteppingEngine.compile`)
     """
 
@@ -49,6 +52,7 @@ class ModelInfo:
     adapters: Mapping[str, str] = field(default_factory=dict)
     pooling: Callable[[], Pooling] = Pooling
     labels: Sequence[str] = ()
+    images: Images | None = None
 
 
 class InputProcessor:
@@ -70,6 +74,9 @@ class InputProcessor:
         if self._params.constraint is not None:  # now, instead of an error for each request
             require_package("llguidance")
             model.compile(self._params, (), None)
+        self._media = MediaSources(defaults.media_root, defaults.allow_remote_media)
+        if defaults.allow_remote_media:
+            require_package("fsspec")
         self._template = _with_fields(defaults.template, template)
         self._effort_fields(self._params, self._has_template)  # now, instead of an error for each request
 
@@ -97,6 +104,12 @@ class InputProcessor:
             raise row.error
         with _locating(row, "the row cannot be read"):
             defaults = self._defaults
+            if row.given_pictures:
+                if (images := self._model.images) is None:
+                    raise invalid_row("this model takes no images")
+                row.pictures = [self._media.picture(given, place) for given, place in row.given_pictures]
+                row.given_pictures = ()  # which may be large
+                row.image_texts = images.texts(row.pictures)
             effective, sampling = self._sampling(row, params)
             row.labels = self._model.labels if row.continuations else ()
             if row.continuations or row.embed is not None:
@@ -153,6 +166,8 @@ class InputProcessor:
                 set_tails(request, encode, self._model.first_id, partial(self.limits.max_new_tokens, at_least=0))
                 return request
             prompt_ids = request.prompt_ids = self._fitting_ids(request)
+            if request.pictures and self._model.images is not None:
+                self._model.images.place(request)
             self._model.limits.max_new_tokens(len(prompt_ids), at_least=0)  # else many too long ones would wait for it
             request.grammar = self._model.compile(params, request.tools, request.choice)
             if params.bad_words and tokenizer is not None:
@@ -192,7 +207,7 @@ class InputProcessor:
         try:
             ids = encoded_ids(request, tokenizer, context)
         except RequestError as error:
-            if asked is None or error.code != "prompt_too_long":
+            if asked is None or request.pictures or error.code != "prompt_too_long":
                 raise
             ids = ()
         if asked is None:
@@ -281,7 +296,12 @@ def encoded_ids(request: Request, tokenizer: ChatTokenizer | None, context: int 
         return tokenizer.encode(request.text or "", context=context)
     tools, template = request.tools, request.template
     return tokenizer.encode_chat(
-        request.messages, tools=tools, template=template, answer=request.answer, context=context
+        request.messages,
+        tools=tools,
+        template=template,
+        answer=request.answer,
+        images=request.image_texts,
+        context=context,
     )
 
 

@@ -70,6 +70,8 @@ def _asked(request: Request) -> dict[str, Any]:
     asked: dict[str, Any] = {"lora": request.adapter} if request.adapter else {}
     if request.continuations:
         asked["continuations"] = request.continuations
+    if request.pictures:
+        asked["images"] = [picture.digest() for picture in request.pictures]
     if request.messages is None:
         return asked
     template = request.template

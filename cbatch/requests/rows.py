@@ -49,6 +49,13 @@ _CUSTOM_ID = re.compile(rb'\s*\{\s*"custom_id"\s*:\s*(?:"([^"\\]*)")?')
 ENVELOPE_FIELDS = ("custom_id", "method", "url", "body")
 """Fields of a request line of the OpenAI Batch API."""
 
+IMAGE_PARTS = ("image_url", "image", "input_image")
+"""Kinds of content parts that are images, of OpenAI's APIs and of transformers."""
+
+_IMAGE_FIELDS = ("image_url", "image", "url", "path", "base64")
+_ROLES_WITH_IMAGES = ("user", "tool", "system", "developer")
+_OTHER_MEDIA = "input_audio audio audio_url video video_url input_video file input_file".split()
+
 _OF_CHATS = "top_logprobs enable_thinking think thinking reasoning_effort reasoning".split()
 CHAT_FIELDS = (*TOOL_FIELDS, *TEMPLATE_FIELDS, *_OF_CHATS)
 PARAMS = frozenset([*UNDERSTOOD, *REFUSED])
@@ -269,14 +276,18 @@ def _tool_choice(row: Request, choice: Any, tools: Sequence[Mapping[str, Any]]) 
 def _set_messages(row: Request, value: Any) -> None:
     if not isinstance(value, list) or not value:
         raise row.invalid("messages must be a list of at least one message")
-    messages = []
+    messages, pictures = [], list[tuple[Any, str]]()
     for number, message in enumerate(value, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise row.invalid(f"message {number} must be an object with a role and content")
         content = message.get("content")
         has_calls = message["role"] == "assistant" and bool(message.get("tool_calls"))
-        messages.append({**message, "content": "" if content is None and has_calls else _content(row, number, content)})
-    row.messages = messages
+        if message.get("images"):
+            raise row.invalid(f"message {number} has images, which must be parts of its content")
+        is_empty = content is None and has_calls
+        made = "" if is_empty else _content(row, number, message["role"], content, pictures)
+        messages.append({**message, "content": made})
+    row.messages, row.given_pictures = messages, pictures
 
 
 def _set_prompt(row: Request, value: Any) -> None:
@@ -321,15 +332,43 @@ def _check_spelling(row: Request, names: Iterable[str], known: Iterable[str]) ->
             raise row.invalid(f"unknown parameter {name!r}; did you mean {meant!r}?{advice}", "unknown_parameter")
 
 
-def _content(row: Request, number: int, value: Any) -> str:
+def _content(
+    row: Request, number: int, role: str, value: Any, pictures: list[tuple[Any, str]]
+) -> str | list[dict[str, Any]]:
+    """The content of a message: its text, or a list of its texts and images if it has any, which join `pictures`."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise row.invalid(f"content of message {number} must be text, not {json_type(value)}")
+    made, before = list[dict[str, Any]](), len(pictures)
     for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise row.invalid(f"message {number} has a content part that is not text")
-    return "".join(part["text"] for part in value)
+        kind = part.get("type") if isinstance(part, dict) else json_type(part)
+        if kind == "text" and isinstance(part.get("text"), str):
+            made.append({"type": "text", "text": part["text"]})
+        elif kind in IMAGE_PARTS and role in _ROLES_WITH_IMAGES:
+            place = f"image {len(pictures) - before + 1} of message {number}"
+            pictures.append((_image(row, part, place), place))
+            made.append({"type": "image"})
+        elif kind in IMAGE_PARTS:
+            raise row.invalid(f"message {number} has an image, and its role is {role!r:.60}")
+        elif kind in _OTHER_MEDIA:
+            raise row.invalid(f"message {number} has {kind}, which is not available: models take text and images")
+        else:
+            raise row.invalid(f"message {number} has a content part that is neither text nor an image")
+    return made if len(pictures) > before else "".join(part["text"] for part in made)
+
+
+def _image(row: Request, part: Mapping[str, Any], place: str) -> str | Mapping[str, Any]:
+    """What a part of a content says of its image, for `MediaSources`."""
+    given = [(name, part[name]) for name in _IMAGE_FIELDS if part.get(name) is not None]
+    name, value = given[0] if len(given) == 1 else ("", None)
+    if name == "image_url" and isinstance(value, dict):
+        value = value.get("url")
+    if name == "image" and isinstance(value, dict):
+        return value
+    if not isinstance(value, str) or not value:
+        raise row.invalid(f"{place} must have one of {', '.join(_IMAGE_FIELDS)}, which is text")
+    return {"bytes": value} if name == "base64" else value
 
 
 PROMPT_FIELDS = {"messages": _set_messages, "prompt": _set_prompt, "prompt_token_ids": _set_token_ids}

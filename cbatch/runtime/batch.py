@@ -138,6 +138,20 @@ class PooledRows(NamedTuple):
         return torch.segment_reduce(hidden(rows).to(exact), "sum", lengths=counts, unsafe=True)
 
 
+class ImageRows(NamedTuple):
+    """Tokens of a step that images replace.
+
+    places: [E] int64, their rows in the batch
+    values: [E, hidden size], what is embedded there, on the device of the model. Further columns, as many for each of
+            the first layers, are added to what the layer has made there (DeepStack)
+    positions: [3, E] int64, in time, rows and columns, if the model distinguishes these
+    """
+
+    places: NDArray[np.int64]
+    values: Tensor
+    positions: NDArray[np.int64] | None = None
+
+
 class ScoringRows(NamedTuple):
     """Of the R rows of logits, which are sampled from, and which score a token: numbers of rows, int64.
 
@@ -174,6 +188,7 @@ class RaggedBatch:
     states         where the chunks have the states of recurrent layers; None for a model without such layers
     adapters       [T] int64, number of each token's LoRA adapter, 0 for none; None if no token has one
     pooled         tokens that are summed for embeddings; None if there are none
+    images         tokens that images replace, whose ids are 0; None if there are none
     copies         [N, 2] int64, blocks to copy before the step, and where to; None if there are none
 
     sampling_params returns the parameters of the requests that get a token, packed (`sampler.pack_sampling_params`),
@@ -198,6 +213,7 @@ class RaggedBatch:
     adapters: NDArray[np.int64] | None = None
     pooled: PooledRows | None = None
     copies: NDArray[np.int64] | None = None
+    images: ImageRows | None = None
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
@@ -240,7 +256,8 @@ class RaggedBatch:
         """
         states = () if self.states is None else self.states.beside_pool
         cpu = torch.device("cpu")
-        return replace(self, device=cpu, device_tokens=None, sampling_params=None, states=None), states
+        images = None if self.images is None else self.images._replace(values=self.images.values.cpu())
+        return replace(self, device=cpu, device_tokens=None, sampling_params=None, states=None, images=images), states
 
     @cached_property
     def _on_device(self) -> list[Tensor]:
@@ -261,6 +278,7 @@ class RaggedBatch:
         in_flight_tokens: InFlightTokens | None = None,
         sampling_params: Callable[[], NDArray[np.int32] | None] | None = None,
         state_pool: StatePool | None = None,
+        images: ImageRows | None = None,
     ) -> RaggedBatch:
         """The batch of a scheduled step.
 
@@ -268,6 +286,7 @@ class RaggedBatch:
         in_flight_tokens: tokens that the host does not know yet; on a CPU they are put into `ids` at once
         sampling_params:  see `RaggedBatch`
         state_pool:       of a model with recurrent layers
+        images:           of the step's chunks
         """
         sequences, starts, stops, _, blocks, _, states, drafts, _, _, _ = zip(*scheduled.chunks, strict=True)
         are_sampled = [chunk.is_sampled for chunk in scheduled.chunks]
@@ -280,6 +299,11 @@ class RaggedBatch:
         chunk_of = np.repeat(np.arange(len(sequences)), lengths)
         positions = np.arange(ends[-1]) - to_places[chunk_of]
         slots = table[chunk_of, positions // block_size] * np.int64(block_size) + positions % block_size
+        axes = [sequence.request.positions for sequence in sequences]
+        if any(one is not None for one in axes):
+            three = _positions_on_axes(positions, axes, ends - lengths, ends)
+            positions = three[0]
+            images = None if images is None else images._replace(positions=three[:, images.places])
         offsets = [sequence.request.position_offset for sequence in sequences]
         if any(offsets):
             positions += np.array(offsets)[chunk_of]
@@ -302,13 +326,15 @@ class RaggedBatch:
         copied = [
             (one.source, one.blocks[one.start // block_size]) for one in scheduled.chunks if one.source is not None
         ]
+        if images is not None:
+            ids[images.places] = 0
         adapters = [sequence.request.adapter_number for sequence in sequences]
         token_adapters = np.array(adapters)[chunk_of] if any(adapters) else None
         step_states = None if state_pool is None else StepStates.of(state_pool, starts, states)
         return cls(
             ids, positions, slots, rows, table, starts, stops, device, scoring, device_tokens, sampling_params,
             step_states, token_adapters, _pooled_rows(scheduled.chunks, to_places),
-            np.array(copied, np.int64) if copied else None,
+            np.array(copied, np.int64) if copied else None, images,
         )  # fmt: skip
 
 
@@ -322,6 +348,19 @@ def _token_ids(chunks: Sequence[ScheduledChunk]) -> tuple[NDArray[np.int64], lis
             tokens.append(0)
             unknown.append(number)
     return np.fromiter(chain.from_iterable(known), np.int64), unknown
+
+
+def _positions_on_axes(
+    numbers: NDArray[np.int64], axes: Sequence[NDArray[np.int64] | None], begins: Sequence[int], ends: Sequence[int]
+) -> NDArray[np.int64]:
+    """[3, T] positions of tokens, of which `numbers` [T] are those in their sequences.  axes: of each one's prompt"""
+    found = np.tile(numbers, (3, 1))
+    for given, begin, end in zip(axes, begins, ends, strict=True):
+        if given is not None:
+            count, part = given.shape[1], numbers[begin:end]
+            later = part + (given.max() + 1 - count)
+            found[:, begin:end] = np.where(part < count, given[:, np.minimum(part, count - 1)], later)
+    return found
 
 
 def _scored_places(chunks: Sequence[ScheduledChunk], to_places: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -215,7 +215,7 @@ class RecurrentStates:
         """Tokens of the full blocks with which both begin, without the last token of either."""
         if sequence.cache_kind != other.cache_kind:
             return 0
-        first, second, size = sequence.token_ids, other.token_ids, self._pool.block_size
+        first, second, size = sequence.content, other.content, self._pool.block_size
         end = (min(len(first), len(second)) - 1) // size * size
         return next((at for at in range(0, end, size) if first[at : at + size] != second[at : at + size]), end)
 
@@ -225,4 +225,4 @@ def _will_share_more(other: TokenSequence, sequence: TokenSequence, tokens: int)
     if other.state is None or other.cache_kind != sequence.cache_kind or priority_key(other) > priority_key(sequence):
         return False
     ends = (end for end in other.state.planned if tokens < end <= sequence.num_sharable)
-    return any(sequence.token_ids[:end] == other.token_ids[:end] for end in ends)
+    return any(sequence.content[:end] == other.content[:end] for end in ends)

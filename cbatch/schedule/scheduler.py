@@ -201,7 +201,7 @@ class Scheduler:
         """Caches the blocks that are full from token `start` on, as far as their tokens are known."""
         stop, size = min(sequence.num_computed, len(sequence.token_ids)), self.pool.block_size
         if self.prefix_cache and start // size < stop // size:
-            self.pool.cache_full_blocks(sequence.blocks, sequence.token_ids, start, stop, sequence.cache_kind)
+            self.pool.cache_full_blocks(sequence.blocks, sequence.content, start, stop, sequence.cache_kind)
             self.states.publish(sequence)
 
     def _cache_begun_block(self, chunk: ScheduledChunk) -> Sequence[int]:
@@ -214,14 +214,14 @@ class Scheduler:
             return ()
         if end % size * (len(sequence.request.tails) - 1) < size:
             return ()
-        return [self.pool.cache_begun_block(chunk.blocks, sequence.token_ids, end, sequence.cache_kind)]
+        return [self.pool.cache_begun_block(chunk.blocks, sequence.content, end, sequence.cache_kind)]
 
     def _begun_block(self, sequence: TokenSequence) -> int | None:
         """A block with all that a choice shares with others, beside the full blocks, if it lacks only that."""
         size, end = self.pool.block_size, sequence.num_shared
         if not (end - end % size <= sequence.num_computed < end) or sequence.state is not None:
             return None
-        return self.pool.get_begun_block(sequence.blocks, sequence.token_ids, end, sequence.cache_kind)
+        return self.pool.get_begun_block(sequence.blocks, sequence.content, end, sequence.cache_kind)
 
     def _set_cached(self, sequence: TokenSequence, tokens: int) -> None:
         """Lets a running prompt go on behind its first `tokens`, which others have computed."""
@@ -352,7 +352,7 @@ class Scheduler:
         if len(self.running) >= self.max_seqs and all(other.priority <= sequence.priority for other in self.running):
             return []
         most = sequence.num_sharable if self.prefix_cache else 0
-        cached = self.pool.get_cached_blocks(sequence.token_ids, sequence.cache_kind, most)
+        cached = self.pool.get_cached_blocks(sequence.content, sequence.cache_kind, most)
         prefix = self.states.cached_prefix(sequence, cached, self.running if self.prefix_cache else ())
         if prefix is None:
             return []
@@ -383,7 +383,7 @@ class Scheduler:
             return False
         size, own = self.pool.block_size, sequence.blocks
         start = sequence.num_computed // size
-        found = self.pool.get_cached_blocks(sequence.token_ids, sequence.cache_kind, sequence.num_sharable, own[:start])
+        found = self.pool.get_cached_blocks(sequence.content, sequence.cache_kind, sequence.num_sharable, own[:start])
         if not found:
             return False
         stop = start + len(found)

@@ -203,6 +203,12 @@ class TokenSequence:
         return (self.request.position_offset << ADAPTER_BITS) + self.request.adapter_number
 
     @property
+    def content(self) -> Sequence[int]:
+        """The facts that decide the keys and values of each token: the tokens, or what images have in their place."""
+        replaced = self.request.content_ids
+        return [*replaced, *self.token_ids[len(replaced) :]] if replaced else self.token_ids
+
+    @property
     def num_tokens(self) -> int:
         """Known tokens and placeholders."""
         return len(self.token_ids) + self.num_output_placeholders

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from cbatch.base.chat_template_options import DEFAULT_TEMPLATE, TemplateOptions, check_variables
 from cbatch.base.errors import RequestError, invalid_row
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import ImageTexts
 from cbatch.schedule.limits import too_long_for
 from cbatch.text.backend import Encoded, TextTokenizer
 from cbatch.text.detokenizer import IncrementalDetokenizer
@@ -154,6 +155,7 @@ class ChatTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template: TemplateOptions = DEFAULT_TEMPLATE,
         answer: str = "",
+        images: ImageTexts | None = None,
         context: int | None = None,
     ) -> list[int]:
         """Token ids of a conversation through the chat template, up to the assistant's turn.
@@ -161,6 +163,7 @@ class ChatTokenizer:
         tools:    functions that the model may call (see `check_tools`); a template without tools ignores them
         template: the date, further variables, and whether the last message is continued instead
         answer:   the beginning of the assistant's turn, which the model is to continue
+        images:   what stands for the images of messages, which are parts `{"type": "image"}`
         context:  see `encode`
 
         Raises RequestError: `template_error` if the template refuses the messages, and `prompt_too_long`.
@@ -170,7 +173,10 @@ class ChatTokenizer:
         if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):
             raise invalid_row("Messages must be a list of objects, each with a role and content.")
         plain = with_calls(messages)
-        if not plain or not all(isinstance(message.get("content"), str) for message in plain):
+        if images is not None:
+            messages = [{**message, "content": _parts_of(message.get("content"))} for message in plain]
+            plain = with_calls(messages)
+        elif not plain or not all(isinstance(message.get("content"), str) for message in plain):
             raise invalid_row("Messages must be a list of at least one, each with text content.")
         if template.continue_final_message:
             if not isinstance(messages[-1].get("content"), str):
@@ -184,8 +190,9 @@ class ChatTokenizer:
             parts = [plain if form == OBJECT else with_calls(messages, form), *others]
             try:
                 if any(self._special_pattern.search(text) for text in _strings(parts)):
-                    return self._encode_with_text_specials(source, parts, template, context)
-                return self._encode(self._render(source, parts, template), context, add_special_tokens=False).ids
+                    return self._encode_with_text_specials(source, parts, template, context, images)
+                text = self._with_images(self._render(source, parts, template), images)
+                return self._encode(text, context, add_special_tokens=False).ids
             except RequestError as error:
                 if not is_refusal(error):
                     raise
@@ -315,8 +322,18 @@ class ChatTokenizer:
         except Exception as error:  # a template is a program of the model's author and may raise anything
             raise RequestError("template_error", f"The chat template refused the messages: {error}") from error
 
+    def _with_images(self, rendered: str, images: ImageTexts | None) -> str:
+        """A rendered conversation with what stands for each image. Raises RequestError if the template lacks some."""
+        if images is None:
+            return rendered
+        texts, count = rendered.split(images.marker), len(images.texts)
+        if len(texts) != count + 1:
+            shown = f"{len(texts) - 1} of {count} images"
+            raise RequestError("template_error", f"The chat template shows {shown} of the conversation.")
+        return "".join(chain.from_iterable(zip(texts, [*images.texts, ""], strict=True)))
+
     def _encode_with_text_specials(
-        self, source: str, parts: list[Any], options: TemplateOptions, context: int | None
+        self, source: str, parts: list[Any], options: TemplateOptions, context: int | None, images: ImageTexts | None
     ) -> list[int]:
         """Encodes messages, tools, variables or the beginning of an answer with special tokens written in them.
 
@@ -332,9 +349,15 @@ class ChatTokenizer:
         hide = partial(self._special_pattern.sub, lambda match: match[0][0] + separator + match[0][1:])
         # A template that prints an object as Python does, or as JSON in ASCII, prints the separator as an escape.
         rendered = self._render(source, _map_strings(parts, hide), options).replace(_escape(separator), separator)
+        rendered = self._with_images(rendered, images)
         encoding = self._encode(rendered, context, add_special_tokens=False)
         pairs = zip(encoding.ids, encoding.offsets, strict=True)
         return [token for token, (start, stop) in pairs if rendered[start:stop] != separator]
+
+
+def _parts_of(content: Any) -> Any:
+    """The content of a message as a list of parts, as templates take it beside images."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _escape(separator: str) -> str:

@@ -83,7 +83,7 @@ TOOL = '{"type": "function", "function": {"name": "look"}}'
         ('{"prompt_token_ids": [1], "raw": true}', "invalid_row", "raw works only with prompt"),
         ('{"messages": []}', "invalid_row", "at least one message"),
         ('{"messages": [{"content": "a"}]}', "invalid_row", "message 1"),
-        ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "invalid_row", "not text"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "invalid_row", "image 1 of mess"),
         ('{"prompt_token_ids": [true]}', "invalid_row", "whole number"),
         ('{"prompt": "a", "temperatur": 1}', "unknown_parameter", "'temperature'"),
         ('{"prompt": "a", "max-tokens": 1}', "unknown_parameter", "'max_tokens'"),

@@ -23,7 +23,8 @@ def test_extras_are_those_of_the_project() -> None:
 
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     for package, (extra, _) in extras.EXTRAS.items():
-        assert any(line.startswith(package) for line in project["optional-dependencies"][extra]), package
+        name = "pillow" if package == "PIL" else package
+        assert any(line.startswith(name) for line in project["optional-dependencies"][extra]), package
 
 
 def test_a_checkout_installs_from_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

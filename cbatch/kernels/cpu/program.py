@@ -85,6 +85,8 @@ class StepInputs(NamedTuple):
     rotary_layout: [settings, 2] int64, where the rows of each begin, and rotary_dim / 2
     every:         [T] 0 to T - 1
     rows:          [R] rows whose logits are wanted
+    images:        [E, hidden size] float32, what is embedded for tokens that images replace
+    image_rows:    [T] int64, which of these a token has, -1 for none; empty if there are none
     """
 
     ids: NDArray[np.int64]
@@ -93,6 +95,8 @@ class StepInputs(NamedTuple):
     rotary_layout: NDArray[np.int64]
     every: NDArray[np.int64]
     rows: NDArray[np.int64]
+    images: NDArray[np.float32]
+    image_rows: NDArray[np.int64]
 
 
 class Arenas(NamedTuple):

@@ -13,6 +13,7 @@ from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind, d
 from cbatch.model.ops.all import (
     RESIDUAL,
     Activation,
+    AddImage,
     Attend,
     Gate,
     Gather,
@@ -260,12 +261,14 @@ def decoder(
     model.embed(root + embed, scale, positions and root + positions, offset)
     if before is not None:
         before()
-    source = ""
+    source, levels = "", model.config.whole("deepstack_levels", 0)
     for number in model.numbers:
         layer = Layer(model, number, f"{root}{layers}.{number}.")
         for name, part in zip(norms, parts, strict=True):
             source = source if name is None else layer.norm(name)
             part(layer, source)
+        if number < levels:
+            model.add(AddImage(number))
     model.head(root + final, **head)
 
 

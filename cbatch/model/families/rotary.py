@@ -62,7 +62,19 @@ def read_rotary(
             pass
         case _:
             raise UnsupportedConfig(f"its rotary embedding has the type {kind}")
-    return Rotary(tuple(frequencies.tolist()), factor)
+    return Rotary(tuple(frequencies.tolist()), factor, axes=_axes(config, rope.get("mrope_section"), width // 2))
+
+
+def _axes(config: ConfigReader, sections: Any, count: int) -> tuple[int, ...]:
+    """The axis of each of `count` frequencies (see `Rotary`): so many of each, side by side or in turns."""
+    if not sections or sum(sections) != count:
+        return ()
+    if not str(config.get("model_type")).startswith("qwen3"):
+        return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
+    axes = [0] * count
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = [axis] * len(axes[axis : 3 * sections[axis] : 3])
+    return tuple(axes)
 
 
 def rope_settings(

@@ -6,6 +6,7 @@ from cbatch.model.ops.attention import Attend as Attend
 from cbatch.model.ops.attention import HeadNorms as HeadNorms
 from cbatch.model.ops.attention import PrepareHeads as PrepareHeads
 from cbatch.model.ops.convolution import ShortConvolution as ShortConvolution
+from cbatch.model.ops.embed import AddImage as AddImage
 from cbatch.model.ops.embed import Embed as Embed
 from cbatch.model.ops.experts import Experts as Experts
 from cbatch.model.ops.experts import Route as Route

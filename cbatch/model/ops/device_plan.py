@@ -159,13 +159,17 @@ class DevicePlan:
             is_long = inputs.position_ids >= longest
             position_ids = torch.where(is_long, inputs.position_ids - longest, inputs.position_ids)
             inputs = inputs._replace(position_ids=position_ids)
+        images, turns = inputs.images, inputs.position_ids
+        if images is not None and images.positions is not None:
+            turns = turns.repeat(3, 1)
+            turns[:, images.places] = images.positions
         positions = []  # by torch's own functions, which are exact for large angles too; a kernel's may not be
         for rotary, (inv_freq, long_inv_freq) in zip(self.program.rotaries, self._inv_freqs, strict=True):
             cosines = sines = scales = None
             if len(inv_freq):
                 if is_long is not None and len(long_inv_freq):
                     inv_freq = torch.where(is_long[:, None], long_inv_freq, inv_freq)
-                cosines, sines = rotary.tables(inputs.position_ids, inv_freq)
+                cosines, sines = rotary.tables(turns, inv_freq)
             if rotary.scale_beta:
                 scales = rotary.query_scales(inputs.position_ids)
             positions.append(Positions(cosines, sines, inputs.slot_mapping, scales))

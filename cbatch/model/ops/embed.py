@@ -20,7 +20,7 @@ from cbatch.kernels.operands import Embedding
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.model.ops.cpu_layout import CpuLayout, MatrixPlace
 from cbatch.model.ops.device_plan import Begin, Buffer, DevicePlan, Run, Step
-from cbatch.model.ops.operation import Operation, operation, writes
+from cbatch.model.ops.operation import Operation, operation, updates, writes
 from cbatch.model.ops.products import look_up
 from cbatch.model.ops.residual import embed_and_norm
 from cbatch.model.ops.shards import Made, Shards
@@ -67,7 +67,7 @@ class Embed(Operation):
         )  # fmt: skip
 
     def on_device(self, plan: DevicePlan) -> Run | None:
-        found = self._looked_up(plan)
+        found = _with_images(self._looked_up(plan))
         if self.target == RESIDUAL:
             plan.begins = found
             return None
@@ -109,6 +109,52 @@ class Embed(Operation):
         return look_up_first
 
 
+def _with_images(begin: Begin) -> Begin:
+    """The same, with rows of images in place of those of their tokens."""
+
+    def find(step: Step) -> tuple[Embedding, Tensor]:
+        embedding, ids = begin(step)
+        if (images := step.inputs.images) is None:
+            return embedding, ids
+        rows = embedding.table[ids].float() * embedding.scale
+        rows[images.places] = images.values[:, : rows.shape[1]].float()
+        return embedding._replace(table=rows, scale=1.0), torch.arange(len(ids), device=ids.device)
+
+    return find
+
+
+@operation
+class AddImage(Operation):
+    """target += what the vision tower gives for a layer, where images stand (see `ImageRows`).
+
+    level: number of the layer
+    """
+
+    level: int
+    target: str = updates(default=RESIDUAL)
+
+    def on_cpu(self, layout: CpuLayout) -> None:
+        layout.add(add_image, self, width=layout.program.hidden_size)
+
+    def run(self, step: Step, weights: Any, *, target: Tensor) -> None:
+        if (images := step.inputs.images) is not None:
+            width = target.shape[1]
+            added = images.values[:, (self.level + 1) * width : (self.level + 2) * width]
+            target.index_add_(0, images.places, added.to(target.dtype))
+
+
+@instruction("level width", target=BUFFER)
+def add_image(worker: Worker, phase: int, op: Any, step: Any) -> int:
+    places, images, target = step.inputs.image_rows, step.inputs.images, floats_of(step, op.target)
+    tokens = len(target)
+    for task in claimed(worker, phase, -(-tokens // ROWS_PER_TASK)):
+        for row in range(task * ROWS_PER_TASK, min(tokens, (task + 1) * ROWS_PER_TASK)):
+            if len(places) and places[row] >= 0:
+                for i in range(op.width):
+                    target[row, i] += images[places[row], (op.level + 1) * op.width + i]
+    return phase + 1
+
+
 @instruction("width table positions position_offset", "factor", target=BUFFER, matrix=MATRIX)
 def embed(worker: Worker, phase: int, op: Any, step: Any) -> int:
     """table: where the embedding begins among the tables; -1 if it is a packed matrix"""
@@ -116,8 +162,11 @@ def embed(worker: Worker, phase: int, op: Any, step: Any) -> int:
     matrix, hidden = op.matrix, out.shape[1]
     for task in claimed(worker, phase, -(-len(ids) // ROWS_PER_TASK)):
         for row in range(task * ROWS_PER_TASK, min(len(ids), (task + 1) * ROWS_PER_TASK)):
-            factor = op.factor
-            if op.table < 0:
+            factor, image = op.factor, step.inputs.image_rows[row] if len(step.inputs.image_rows) else -1
+            if image >= 0:
+                for i in range(hidden):
+                    out[row, i] = step.inputs.images[image, i] if i < op.width else np.float32(0)
+            elif op.table < 0:
                 if matrix.scale >= 0:
                     factor = factor * weights.scales[matrix.scale + ids[row]]
                 unpack_column(weights.matrices, matrix.start, matrix.format, ids[row], factor, out[row])

@@ -24,9 +24,9 @@ def writes(*, default: Any = MISSING) -> Any:
     return field(metadata={"role": "writes"}, default=default)
 
 
-def updates() -> Any:
+def updates(*, default: Any = MISSING) -> Any:
     """A field that names a buffer whose numbers the operation changes."""
-    return field(metadata={"role": "updates"})
+    return field(metadata={"role": "updates"}, default=default)
 
 
 def numbers_a(what: str, *, default: Any = MISSING) -> Any:

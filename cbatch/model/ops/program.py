@@ -35,6 +35,8 @@ class Rotary:
                 first token on (LongRoPE)
     scale_beta, scale_floor: if beta is not 0, the query at a position p is multiplied by 1 + beta * log(1 +
                 floor((p + scale_shift) / scale_floor)) (Llama 4)
+    axes:       which of the three positions of a token in an image, time, row and column, turns each frequency; empty:
+                always the first. Other tokens have three equal ones (M-RoPE, Wang et al., 2024)
     """
 
     inv_freq: tuple[float, ...]
@@ -44,15 +46,20 @@ class Rotary:
     scale_beta: float = 0.0
     scale_floor: float = 1.0
     scale_shift: int = 0
+    axes: tuple[int, ...] = ()
 
     def tables(self, positions: Tensor, inv_freq: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [N, rotary_dim / 2] float32 of positions [N].
+        """Cosines and sines [N, rotary_dim / 2] float32 of positions [N], or [3, N].
 
         inv_freq: [rotary_dim / 2] on their device, or [N, rotary_dim / 2]; those of short sequences by default
         """
         if inv_freq is None:
             inv_freq = torch.tensor(self.inv_freq, device=positions.device)
-        angles = positions[:, None].float() * inv_freq
+        if positions.dim() == 2:
+            axes = torch.tensor(self.axes or [0] * len(self.inv_freq), device=positions.device)
+            angles = positions[axes].T.float() * inv_freq
+        else:
+            angles = positions[:, None].float() * inv_freq
         cosines, sines = angles.cos(), angles.sin()
         return (cosines, sines) if self.factor == 1 else (cosines * self.factor, sines * self.factor)
 

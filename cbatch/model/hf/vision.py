@@ -1,0 +1,203 @@
+"""Images, by a model's own processor and vision tower in transformers.
+
+The processor says which tokens stand for an image in a prompt, and the tower what is embedded in place of those of them
+that are placeholders. The language model of the tower's network has no layers, so that its weights are not read.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import cached_property
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.base.errors import ModelError, first_sentence
+from cbatch.base.model_files import model_folder
+from cbatch.model.config import read_model_config
+from cbatch.model.hf.memory_check import auto_class
+from cbatch.text.loading import silence_libraries
+
+FAMILIES = frozenset([
+    "aya_vision", "cohere2_vision", "got_ocr2", "idefics3", "internvl", "lfm2_vl", "llava", "llava_next", "mistral3",
+    "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vipllava",
+])  # fmt: skip
+"""Types of models whose images are rows of embeddings, and nothing else: tokens see earlier ones, and are counted."""
+
+PROCESSOR_FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "tokenizer*", "chat_template*",
+                   "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model")  # fmt: skip
+
+
+_OF_TEXT = "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"
+"""Results of a processor that do not concern the tower."""
+
+
+class ProcessedImage(NamedTuple):
+    """An image as its model takes it.
+
+    text:   what stands for it in a prompt, in place of the processor's token
+    num_rows: how many of the tokens of that are placeholders, which the rows of its features replace
+    inputs: of the tower
+    """
+
+    text: str
+    num_rows: int
+    inputs: dict[str, Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.inputs.values())
+
+
+class Vision:
+    """The processor and the vision tower of a model, which are loaded when they are first needed."""
+
+    def __init__(self, source: str, revision: str | None, device: torch.device, dtype: torch.dtype) -> None:
+        self._source, self._revision, self._device, self._dtype = source, revision, device, dtype
+        self._lock = Lock()
+
+    @cached_property
+    def _config(self) -> Any:
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self._source, revision=self._revision, trust_remote_code=False)
+
+    @cached_property
+    def _processor(self) -> Any:
+        silence_libraries()
+        kind = processor_class(self._config.model_type)
+        return kind.from_pretrained(self._source, revision=self._revision, trust_remote_code=False)
+
+    @cached_property
+    def marker(self) -> str:
+        """The token that a chat template writes for an image. Raises ModelError if the processor cannot be loaded."""
+        try:
+            return str(self._processor.image_token)
+        except Exception as error:  # what is missing is named by errors of many kinds
+            raise ModelError(f"The processor of {self._source} cannot be loaded: {first_sentence(error)}") from error
+
+    @cached_property
+    def placeholder(self) -> int:
+        """The token that the rows of an image's features replace."""
+        return int(self._config.image_token_id)
+
+    def process(self, pixels: NDArray[np.uint8]) -> ProcessedImage:
+        """An image [height, width, 3] as the model takes it. May be called by any thread."""
+        from PIL import Image
+
+        with self._lock:
+            recorder = _Recorder(self._processor.tokenizer)
+            self._processor.tokenizer = recorder
+            try:
+                given = {"add_special_tokens": False, "return_tensors": "pt"}
+                made = self._processor(text=[self.marker], images=[Image.fromarray(pixels)], **given)
+            finally:
+                self._processor.tokenizer = recorder.tokenizer
+        inputs = {name: one for name, one in made.items() if isinstance(one, Tensor) and name not in _OF_TEXT}
+        return ProcessedImage(recorder.text, made["input_ids"][0].tolist().count(self.placeholder), inputs)
+
+    def positions(self, token_ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.int64] | None:
+        """[3, P] of a prompt's tokens, in time, rows and columns; None if the model only counts them."""
+        if not hasattr(self._skeleton, "get_rope_index"):
+            return None
+        ids = torch.tensor([token_ids])
+        grids = torch.cat([image.inputs["image_grid_thw"] for image in images])
+        types = (ids == self.placeholder).int()
+        given = {"image_grid_thw": grids, "mm_token_type_ids": types, "attention_mask": torch.ones_like(ids)}
+        known = inspect.signature(self._skeleton.get_rope_index).parameters
+        found, _ = self._skeleton.get_rope_index(ids, **{name: one for name, one in given.items() if name in known})
+        return np.asarray(found[-3:, 0].numpy(), np.int64)
+
+    def features(self, image: ProcessedImage) -> Tensor:
+        """[num_rows, columns] rows that replace the placeholders of an image (see `ImageRows`)."""
+        compute = self._tower.get_image_features
+        inputs = {
+            name: one.to(self._device, self._dtype if one.is_floating_point() else None)
+            for name, one in image.inputs.items()
+            if name in inspect.signature(compute).parameters
+        }
+        with torch.inference_mode():
+            found = compute(**inputs, return_dict=True)
+            rows = torch.cat([_rows_of(one) for one in (found.pooler_output, *found.get("deepstack_features", ()))], -1)
+        if len(rows) != image.num_rows:
+            raise ModelError(f"The vision tower gives {len(rows)} rows for an image of {image.num_rows} tokens.")
+        return rows
+
+    @cached_property
+    def _skeleton(self) -> Any:
+        """The network without memory."""
+        with torch.device("meta"):
+            return auto_class(self._config).from_config(self._small_config()).model
+
+    @cached_property
+    def _tower(self) -> Any:
+        silence_libraries()
+        config = self._small_config()
+        network, report = auto_class(config).from_pretrained(
+            self._source, revision=self._revision, config=config, dtype=self._dtype, use_safetensors=True,
+            ignore_mismatched_sizes=True, trust_remote_code=False, output_loading_info=True,
+        )  # fmt: skip
+        parts = network.get_decoder(), network.get_output_embeddings()
+        of_text = {id(one) for part in parts for one in part.parameters()}
+        names = {name for name, one in network.named_parameters() if id(one) not in of_text}
+        if lacking := sorted(names & set(report["missing_keys"])):
+            raise ModelError(
+                f"Cannot load {self._source}: {len(lacking)} weights of its vision tower are not in its files, such as "
+                f"{lacking[0]}."
+            )
+        return network.model.to(self._device).eval()
+
+    def _small_config(self) -> Any:
+        """The config with a language model that has neither layers nor a vocabulary."""
+        from copy import deepcopy
+
+        config = deepcopy(self._config)
+        text = config.get_text_config()
+        text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
+        if getattr(text, "layer_types", None) is not None:
+            text.layer_types = []
+        return config
+
+
+def _rows_of(found: Any) -> Tensor:
+    """The rows of an image, which families give in several forms."""
+    return (found if isinstance(found, Tensor) else torch.cat(list(found))).flatten(0, -2)
+
+
+class _Recorder:
+    """A tokenizer that keeps the text that it is given."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.text = tokenizer, ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, text: Any, **options: Any) -> Any:
+        self.text = text if isinstance(text, str) else text[0]
+        return self.tokenizer(text, **options)
+
+
+def processor_class(kind: str) -> Any:
+    """The class of the processor of models of a type. Without torchvision, it takes no videos, which need that."""
+    import transformers
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+    from transformers.utils.import_utils import is_torchvision_available
+
+    found = getattr(transformers, PROCESSOR_MAPPING_NAMES.get(kind, "AutoProcessor"))
+    if is_torchvision_available() or kind not in PROCESSOR_MAPPING_NAMES:
+        return found
+    others = [name for name in found.get_attributes() if name != "video_processor"]
+    return type(found.__name__, (found,), {"get_attributes": classmethod(lambda cls: others)})
+
+
+def vision_of(source: str, revision: str | None, device: torch.device, dtype: torch.dtype) -> Vision | None:
+    """The images of a model; None if it takes none, or in a way that is not supported."""
+    folder = model_folder(source, revision, PROCESSOR_FILES)
+    kind = read_model_config(folder).get("model_type")
+    return Vision(source, revision, device, dtype) if kind in FAMILIES else None
