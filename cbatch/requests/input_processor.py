@@ -107,6 +107,10 @@ class InputProcessor:
             if row.given_pictures:
                 if (images := self._model.images) is None:
                     raise invalid_row("this model takes no images")
+                if row.continuations or row.embed is not None:
+                    raise invalid_row(
+                        "images are taken in rows that are answered, not in those that are scored or embedded"
+                    )
                 row.pictures = [self._media.picture(given, place) for given, place in row.given_pictures]
                 row.given_pictures = ()  # which may be large
                 row.image_texts = images.texts(row.pictures)
