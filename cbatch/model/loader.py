@@ -183,11 +183,12 @@ def _load(plan: LoadPlan) -> LoadedModel:
                 make_network = partial(_or_say, make_network, str(error))
     if fast_model is not None:
         vocab_size, default = fast_model.vocab_size, class_of(fast_model.kind)
-        default_end = None if default is None else default.ends
+        default_end, dtype = None if default is None else default.ends, fast_model.dtype
     else:
         network = make_network()
         text = network.config.get_text_config()
         make_network, vocab_size, default_end = lambda: network, text.vocab_size, text.eos_token_id
+        dtype = network.dtype
         if plan.device_map is not None:
             placement = placement_of(network)
             _log.warning("%s", f"The model is spread: {placement}. {placement.cost}".strip())
@@ -210,7 +211,7 @@ def _load(plan: LoadPlan) -> LoadedModel:
         path=path,
         stored=getattr(fast_model, "stored", ""),
         classifier=classifier,
-        vision=vision_of(plan.source, plan.revision, plan.device, fast_model.dtype) if fast_model is not None else None,
+        vision=vision_of(plan.source, plan.revision, plan.device, dtype),
         make_pooling=lambda: read_pooling(model_folder(plan.source, plan.revision, FILES), tokenizer),
     )
 

@@ -17,15 +17,16 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from cbatch.attention.base import AttentionBackend
@@ -55,7 +56,7 @@ from cbatch.model.hf.placement import accept_host_rows, input_device, parameters
 from cbatch.model.hf.recurrent import RecurrentStep, StateLayout, modules_with_conventions, recurring, serve_modules
 from cbatch.model.lora.device import ModuleAdapters
 from cbatch.model.lora_files import Adapter
-from cbatch.runtime.batch import Logits, PooledRows, RaggedBatch
+from cbatch.runtime.batch import ImageRows, Logits, PooledRows, RaggedBatch
 from cbatch.runtime.device import has_bfloat16, samples_on
 from cbatch.runtime.kv_cache import KVCache, LayerShape
 
@@ -203,10 +204,14 @@ class TransformersModel:
         adapting: AbstractContextManager[None] = nullcontext()
         if self._adapters is not None and batch.adapters is not None:
             adapting = self._adapters.applied(batch.adapters)
-        with adapting:
+        positions, images = batch.position_ids[None], batch.images
+        if images is not None and images.positions is not None:
+            positions = positions.repeat(3, 1, 1)
+            positions[:, 0, images.places] = torch.from_numpy(images.positions).to(positions.device)
+        with adapting, self._showing(images):
             output = self._network(
                 input_ids=batch.input_ids[None],
-                position_ids=batch.position_ids[None],
+                position_ids=positions,
                 use_cache=False,
                 logits_to_keep=torch.from_numpy(batch.rows) if self._rows_on_host else batch.logit_rows,
             )
@@ -214,6 +219,21 @@ class TransformersModel:
         if logits.shape[0] == len(batch.rows):
             return logits
         return logits[batch.logit_rows]  # some families ignore logits_to_keep
+
+    @contextmanager
+    def _showing(self, images: ImageRows | None) -> Iterator[None]:
+        """While images replace tokens of a step: what modules give for these is changed."""
+        if images is None:
+            yield
+            return
+        modules = [self._network.get_input_embeddings(), *getattr(self.decoder, "layers", ())]
+        width = modules[0].weight.shape[-1]
+        with ExitStack() as hooks:
+            for level, module in enumerate(modules[: images.values.shape[1] // width]):
+                rows = images.values[:, level * width : (level + 1) * width]
+                hook = module.register_forward_hook(partial(_changed, images.places, rows, replaces=level == 0))
+                hooks.callback(hook.remove)
+            yield
 
     def _call_pooling(self, batch: RaggedBatch, pooled: PooledRows) -> tuple[Tensor, Tensor]:
         """The same, and sums of the hidden states after its decoder's last norm."""
@@ -277,6 +297,14 @@ class TransformersModel:
         self.max_model_len = min([self.max_model_len, *chunks])  # within its first chunk a layer sees every token
         stored, windows = probe.stored + probe.indices, [pattern.window for pattern in probe.patterns]
         return [shape for shape, _ in stored], windows, [device for _, device in stored]
+
+
+def _changed(places: NDArray[np.int64], rows: Tensor, module: Any, inputs: Any, output: Any, *, replaces: bool) -> Any:
+    """What a module gives, [1, T, hidden size], with these rows at places of T, or with them added."""
+    given = output if isinstance(output, Tensor) else output[0]
+    changed, there = given.clone(), torch.from_numpy(places).to(given.device)
+    changed[0, there] = rows.to(given) if replaces else given[0, there] + rows.to(given)
+    return changed if isinstance(output, Tensor) else (changed, *output[1:])
 
 
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}
