@@ -206,6 +206,11 @@ class EngineConfig:
     lora: Mapping[str, str] | None = None
     """LoRA adapters that requests may name, in folders or hub ids: {"sql": "adapters/sql"}."""
 
+    media_root: str = "."
+    """Folder below which images of prompts must lie; those of `cbatch run` have an option."""
+    allow_remote_media: bool = False
+    """Whether images of prompts are fetched from http: and https: URLs."""
+
     __repr__ = differing
 
     @property
@@ -259,7 +264,7 @@ EngineOptions = TypedDict("EngineOptions", {  # noqa: UP013
     "target_step_ms": float | Literal["auto"] | None, "speculate": int | Literal["auto", "off"], "block_size": int,
     "kv_dtype": str, "kv_cache_memory": str | None, "kv_blocks": int | None, "state_dtype": str,
     "state_slots": int | None, "weight_cache": bool, "weight_cache_size": str | None, "weights_folder": str | None,
-    "lora": Mapping[str, str] | None,
+    "lora": Mapping[str, str] | None, "media_root": str, "allow_remote_media": bool,
 }, total=False)  # fmt: skip
 """The fields of `EngineConfig`, except `model`, as arguments of a call."""
 

@@ -297,7 +297,7 @@ class RequestDefaults:
     raw:      take every prompt as plain text to continue
     template: options of the chat template
     columns:  columns of rows of output that are asked for (see `requests/columns.py`)
-    media_root: folder below which files of pictures must lie
+    media_root: folder below which files of pictures must lie; None: that of the engine, and also whether to fetch any
     allow_remote_media: whether pictures are fetched from web servers
     """
 
@@ -307,7 +307,7 @@ class RequestDefaults:
     raw: bool = False
     template: TemplateOptions = field(default_factory=TemplateOptions)
     columns: tuple[str, ...] = ()
-    media_root: str = "."
+    media_root: str | None = None
     allow_remote_media: bool = False
 
     def __post_init__(self) -> None:

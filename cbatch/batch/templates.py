@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.base.errors import ConfigError, RequestError, invalid_row, reason_of
 from cbatch.batch.lines import Line, place_of
+from cbatch.media.pictures import as_given, is_base64
 from cbatch.requests.prompts import plain, row_fields
 
 if TYPE_CHECKING:
@@ -57,11 +58,11 @@ def _file_text(path: Path) -> str:
 
 
 class PromptTemplate:
-    """A text with names of columns in braces; {{ and }} stand for braces.
+    """A text with names of columns in braces, {image:photo} for that of an image; {{ and }} stand for braces.
 
     Only plain names: a template reaches no attribute, item or method of a value. Raises ConfigError for anything else.
 
-    names: the columns without which no prompt can be made
+    names: the columns without which no prompt can be made; `images` are those of them that hold images
     constant_behind: characters of its own text behind the first column; None if it uses none
     """
 
@@ -71,27 +72,42 @@ class PromptTemplate:
         except ValueError as error:
             raise ConfigError(f"The template cannot be read: {error}. Write {{{{ and }}}} for braces.") from error
         for _, name, form, conversion in parts:
-            if name is not None and (not name or form or conversion or set(name) & set(".[]{}")):
+            column = (form if form and name == "image" else name) or ""
+            if name is not None and (not name or (form and column != form) or conversion or set(column) & set(".[]{}")):
                 shown = f"{{{name}{'!' + conversion if conversion else ''}{':' + form if form else ''}}}"
                 raise ConfigError(
                     "The template may have only plain names of columns in braces, such as {question}; "
                     f"{shown} is not one. Write {{{{ and }}}} for braces."
                 )
-        self._parts = [(literal, name) for literal, name, _, _ in parts]
-        self.names = list(dict.fromkeys(name for _, name in self._parts if name is not None))
+        self._parts = [(literal, form or name, bool(form)) for literal, name, form, _ in parts]
+        self.names = list(dict.fromkeys(name for _, name, _ in self._parts if name is not None))
+        self.images = {name for _, name, is_image in self._parts if name is not None and is_image}
         behind = list(dropwhile(lambda part: part[1] is None, self._parts))[1:]
-        self.constant_behind = sum(len(literal) for literal, _ in behind) if self.names else None
+        self.constant_behind = sum(len(literal) for literal, _, _ in behind) if self.names else None
 
-    def render(self, columns: Mapping[str, object]) -> str:
-        """The prompt for a row. Raises RequestError (`template_error`) if a column is missing or null."""
-        return "".join(literal + (_value(columns, name) if name is not None else "") for literal, name in self._parts)
+    def fields(self, shown: Mapping[str, object], columns: Mapping[str, object]) -> dict[str, Any]:
+        """The prompt of a row, or its message if there are images.
+
+        shown:   the columns as they stand in a text
+        columns: in the types of JSON
+
+        Raises RequestError (`template_error`) if a column is missing or null.
+        """
+        content = [{"type": "text", "text": ""}]
+        for literal, name, is_image in self._parts:
+            content[-1]["text"] += literal + ("" if name is None or is_image else str(_value(shown, name)))
+            if name is not None and is_image:
+                content += [{"type": "image", "image": _value(columns, name)}, {"type": "text", "text": ""}]
+        if not self.images:
+            return {"prompt": content[0]["text"]}
+        return {"messages": [{"role": "user", "content": [part for part in content if part.get("text") != ""]}]}
 
 
-def _value(columns: Mapping[str, object], name: str) -> str:
+def _value(columns: Mapping[str, object], name: str) -> Any:
     if columns.get(name) is None:
         problem = "is null" if name in columns else f"is missing; the row has {', '.join(map(str, columns)) or 'none'}"
         raise RequestError("template_error", f"the column {name!r} of the template {problem}")
-    return str(columns[name])
+    return columns[name]
 
 
 class JinjaTemplate:
@@ -128,6 +144,13 @@ class JinjaTemplate:
 
 
 ColumnTemplate = PromptTemplate | JinjaTemplate
+
+
+def carried(columns: dict[str, Any], template: object) -> dict[str, Any]:
+    """The columns of a row, as results repeat them: without the bytes of images."""
+    images = {name: columns.get(name) for name in template.images} if isinstance(template, PromptTemplate) else {}
+    columns = columns | {name: None for name, value in images.items() if is_base64(value)}
+    return columns | {name: {**value, "bytes": None} for name, value in images.items() if isinstance(value, dict)}
 
 
 def _printed(value: Any) -> Any:
@@ -181,7 +204,7 @@ def _line_of(index: int, row: object, template: RowTemplate | None, unit: str) -
     try:
         columns = as_data(row) if isinstance(row, Mapping) else {}
         made = _templated(row, columns, template)
-        return Line.of(index, json.dumps({"columns": columns, "row": made}).encode())
+        return Line.of(index, json.dumps({"columns": carried(columns, template), "row": made}).encode())
     except Exception as error:
         return _failed(index, unit, error, {"columns": columns, "row": {}}, {"columns": {}, "row": {}})
 
@@ -192,11 +215,11 @@ def _templated(row: object, columns: Mapping[str, Any], template: RowTemplate) -
     columns: those of `row` as data
     """
     if isinstance(template, ColumnTemplate):
-        if not isinstance(row, Mapping):
-            return {"prompt": template.render(row_fields(row))}
-        given = {str(name): value for name, value in row.items()}
-        missing = {name: None for name, value in columns.items() if value is None}  # such as NaN, which is no text
-        return {"prompt": plain(template.render(given | missing))}
+        shown = row_fields(row) if not isinstance(row, Mapping) else {str(name): value for name, value in row.items()}
+        shown |= {name: None for name, value in columns.items() if value is None}  # such as NaN, which is no text
+        if isinstance(template, JinjaTemplate):
+            return {"prompt": plain(template.render(shown))}
+        return {name: plain(value) for name, value in template.fields(shown, columns or shown).items()}
     try:
         made = template(row)
     except Exception as error:
@@ -213,6 +236,8 @@ def as_data(value: Any) -> Any:
         with suppress(UnicodeDecodeError):
             return value.decode()
         return base64.b64encode(value).decode()
+    if hasattr(value, "getexif"):
+        return as_given(value)
     if isinstance(value, Mapping):
         return {str(plain(name)): as_data(item) for name, item in value.items()}
     if isinstance(value, date | time):

@@ -219,7 +219,11 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
             images=self._images,
             labels=self.loaded.classifier.labels if self.loaded.classifier is not None else (),
         )
-        return InputProcessor(model, defaults or RequestDefaults())
+        defaults, config = defaults or RequestDefaults(), self.config
+        if defaults.media_root is None:
+            remote = config.allow_remote_media
+            defaults = replace(defaults, media_root=config.media_root, allow_remote_media=remote)
+        return InputProcessor(model, defaults)
 
     def pooling(self) -> Pooling:
         """How the model embeds. Raises ModelError if it cannot, or if its files say that in a way that is not known."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import binascii
 import hashlib
+import io
 import os
+import re
 import stat
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -16,6 +19,7 @@ from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from cbatch.base.errors import RequestError, in_short, invalid_row, reason_of
+from cbatch.extras import require_package
 
 MAX_BYTES = 64 * 2**20
 """Largest file of a picture."""
@@ -23,8 +27,8 @@ MAX_BYTES = 64 * 2**20
 FETCH_SECONDS = 60
 """How long a web server may take for a picture."""
 
-MAX_NAME = 255
-"""Bytes of the longest name of a file. Longer text without a dot is base64."""
+_BASE64 = re.compile(r"iVBORw0KGgo|R0lGOD|UklGR|/9j/|SUkqA|TU0AK|[^.:]{256,}$")
+"""The beginning of an image as base64, by its format, or because no file has so long a name."""
 
 _SHOWN = 60
 """Characters of a path or URL that are part of messages."""
@@ -48,7 +52,7 @@ class Picture:
         """The bytes of the file. Raises RequestError unless it is a regular file of at most MAX_BYTES."""
         try:
             return self.source if isinstance(self.source, bytes) else _read(self.source)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise self.invalid(f"cannot be read: {reason_of(error)}") from error
 
     def digest(self) -> str:
@@ -58,7 +62,7 @@ class Picture:
         try:
             status = self.source.stat()
             return _digest(self.source, (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise self.invalid(f"cannot be read: {reason_of(error)}") from error
 
     def invalid(self, problem: str) -> RequestError:
@@ -87,75 +91,92 @@ class MediaSources:
         data, text = (given.get("bytes"), given.get("path")) if isinstance(given, Mapping) else (None, given)
         if not isinstance(data, str | None) or not isinstance(text, str | None) or not (data or text):
             raise invalid_row(f"{place} must have a path, a URL or base64")
-        shown = text.partition(",")[0] if text and text[:5].lower() == "data:" else text or ""
-        is_base64 = data is None and len(shown) > MAX_NAME and not set(shown) & set(".:")
-        shown = "" if is_base64 else "".join(filter(str.isprintable, shown))
-        shown = shown if len(shown) <= _SHOWN else "…" + shown[-_SHOWN:]
-        name = f"{place} ({shown})" if shown else place
-        if data is not None or is_base64:
-            return Picture(_decoded(data or text or "", name), name)
-        assert text is not None
+        if data is None and is_base64(text):
+            data, text = text, ""
+        text = text or ""
+        shown = "".join(filter(str.isprintable, text.partition(",")[0] if text[:5].lower() == "data:" else text))
+        name = f"{place} ({shown if len(shown) <= _SHOWN else '…' + shown[-_SHOWN:]})" if shown else place
+        try:
+            return Picture(self._source(text) if data is None else _decoded(data), name)
+        except ValueError as error:
+            raise invalid_row(f"{name} cannot be used: {error}") from error
+
+    def _source(self, text: str) -> Path | bytes:
+        """That of a path or a URL. Raises ValueError."""
         match text.partition(":")[0].lower():
             case "data":
                 head, _, data = text.partition(",")
-                if not head.lower().startswith("data:image/") or not head.lower().endswith(";base64"):
-                    raise invalid_row(f"{name} must begin with data:image/ and its kind, and then ;base64,")
-                return Picture(_decoded(data, name), name)
+                if not (head.lower().startswith("data:image/") and head.lower().endswith(";base64")):
+                    raise ValueError("it must begin with data:image/, its kind and ;base64")
+                return _decoded(data)
             case "http" | "https" if "://" in text:
                 if not self.allow_remote:
-                    raise invalid_row(f"{name} lies on a web server, from which --allow-remote-media fetches images")
-                return Picture(_fetched(text, name), name)
+                    raise ValueError("it lies on a web server, and --allow-remote-media is needed to fetch it")
+                return _fetched(text)
             case "file":
                 url = urlsplit(text)
                 if url.netloc not in ("", "localhost") or url.query or url.fragment:
-                    raise invalid_row(f"{name} must be file:/// and a path, with # as %23 and ? as %3F")
+                    raise ValueError("it must be file:/// and a path, with # as %23 and ? as %3F")
                 text = os.fsdecode(unquote_to_bytes(url.path))
             case scheme if text[len(scheme) :].startswith("://"):
-                raise invalid_row(f"{name} has a URL of an unknown kind; there are file:, data:, http: and https:")
+                raise ValueError("there are URLs of file:, data:, http: and https:")
         root = os.path.realpath(self.root)
-        try:
-            path = Path(os.path.realpath(os.path.join(root, text)))  # noqa: PTH118 (a path of bytes that are no text)
-        except ValueError as error:
-            raise invalid_row(f"{name} is no path: {error}") from error
+        path = Path(os.path.realpath(os.path.join(root, text)))  # noqa: PTH118 (a path of bytes that are no text)
         if not path.is_relative_to(root):
-            raise invalid_row(f"{name} lies outside of the folder of images, which --media-root names")
-        return Picture(path, name)
+            raise ValueError("it lies outside of the folder of images, which --media-root names")
+        return path
 
 
-def _decoded(text: str, name: str) -> bytes:
+def is_base64(given: object) -> bool:
+    """Whether the value of a column is an image as base64, and not its path or URL."""
+    return isinstance(given, str) and _BASE64.match(given) is not None
+
+
+def as_given(value: Any) -> Any:
+    """An image of a Python program as a row gives it: base64 of bytes and of Pillow's images, the text of a path.
+
+    Other values stay as they are.
+    """
+    if hasattr(value, "getexif"):
+        file = io.BytesIO()
+        import_module("PIL.ImageOps").exif_transpose(value).convert("RGB").save(file, "PNG", compress_level=1)
+        value = file.getvalue()
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode(), "path": None}
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _decoded(text: str) -> bytes:
     try:
-        data = binascii.a2b_base64(text, strict_mode=True)
-    except ValueError as error:
-        raise invalid_row(f"{name} is not base64: {error}") from error
-    return _bounded(data, name)
+        return _bounded(binascii.a2b_base64(text, strict_mode=True))
+    except binascii.Error as error:
+        raise ValueError(f"it is not base64: {error}") from error
 
 
-def _bounded(data: bytes, name: str) -> bytes:
+def _bounded(data: bytes | bytearray) -> bytes:
     if len(data) > MAX_BYTES:
-        raise invalid_row(f"{name} cannot be read: {_TOO_LARGE}")
-    return data
+        raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
+    return bytes(data)
 
 
-_TOO_LARGE = f"it is larger than {MAX_BYTES >> 20} MiB"
-
-
-def _fetched(url: str, name: str) -> bytes:
-    """What a web server has. Raises RequestError."""
-    fsspec, aiohttp = import_module("fsspec"), import_module("aiohttp")
-    timeout = aiohttp.ClientTimeout(total=FETCH_SECONDS)
+def _fetched(url: str) -> bytes:
+    """What a web server has. Raises ValueError."""
     data = bytearray()
     try:
+        require_package("fsspec")
+        fsspec, aiohttp = import_module("fsspec"), import_module("aiohttp")
+        timeout = aiohttp.ClientTimeout(total=FETCH_SECONDS)
         with fsspec.open(url, block_size=0, client_kwargs={"timeout": timeout}) as file:
             while len(data) <= MAX_BYTES and (more := file.read(2**20)):
                 data += more
     except Exception as error:  # of a server, of a library, and of what is no URL
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else in_short(error)
-        raise invalid_row(f"{name} cannot be fetched: {reason}") from error
-    return _bounded(bytes(data), name)
+        raise ValueError(reason) from error
+    return _bounded(data)
 
 
 def _read(path: Path) -> bytes:
-    """The bytes of a regular file. Raises OSError, also if a link has come into the path since it was resolved."""
+    """The bytes of a regular file. Raises OSError, also if a link has come into the path since, and ValueError."""
     with ExitStack() as opened:
 
         def enter(name: str, flags: int, folder: int | None = None) -> int:
@@ -167,14 +188,10 @@ def _read(path: Path) -> bytes:
         for part in path.parts[1:-1]:
             folder = enter(part, _O_PATH | os.O_DIRECTORY, folder)
         descriptor = enter(path.name or ".", os.O_RDONLY | os.O_NONBLOCK, folder)  # else a pipe would be waited for
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError("it is not a file")
         file = opened.enter_context(os.fdopen(descriptor, "rb", closefd=False))
-        data = file.read(MAX_BYTES + 1) if status.st_size <= MAX_BYTES else b""
-        if max(status.st_size, len(data)) > MAX_BYTES:
-            raise OSError(_TOO_LARGE)
-        return data
+        return _bounded(file.read(MAX_BYTES + 1))
 
 
 @lru_cache(maxsize=1 << 16)

@@ -74,9 +74,7 @@ class InputProcessor:
         if self._params.constraint is not None:  # now, instead of an error for each request
             require_package("llguidance")
             model.compile(self._params, (), None)
-        self._media = MediaSources(defaults.media_root, defaults.allow_remote_media)
-        if defaults.allow_remote_media:
-            require_package("fsspec")
+        self._media = MediaSources(defaults.media_root or ".", defaults.allow_remote_media)
         self._template = _with_fields(defaults.template, template)
         self._effort_fields(self._params, self._has_template)  # now, instead of an error for each request
 

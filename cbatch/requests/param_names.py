@@ -60,8 +60,9 @@ _REASONS: dict[str, dict[str, list[Any]]] = {
     "text is only generated at the end; put the suffix into the prompt": {"suffix": [""]},
     "it was replaced by tools": {"functions": [[]]},
     "it was replaced by tool_choice": {"function_call": ["none", "auto"]},
-    "models take text only": {
-        "modalities": [["text"]], "audio": [], "images": [[]], "multi_modal_data": [{}], "multi_modal_uuids": [{}],
+    "models write text only": {"modalities": [["text"]], "audio": []},
+    "images stand in messages, as parts of their content": {
+        "images": [[]], "multi_modal_data": [{}], "multi_modal_uuids": [{}],
         "return_mm_kwargs": [True, False], "media_io_kwargs": [{}], "mm_processor_kwargs": [{}],
     },
     "say in the messages how long an answer should be": {"verbosity": ["medium"]},

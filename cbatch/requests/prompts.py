@@ -11,6 +11,7 @@ from cbatch.base.errors import RequestError, invalid_row
 from cbatch.base.outputs import ToolCall
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import ParamsLike, Request
+from cbatch.media.pictures import as_given
 from cbatch.requests.completion import Choice, Completion
 from cbatch.requests.param_names import own_params
 from cbatch.requests.rows import PROMPT_FIELDS, fill_row
@@ -144,8 +145,16 @@ def _messages(value: Any) -> Any:
     for number, one in enumerate(values or (), start=1):
         if isinstance(one, Completion) and one.error is not None:
             raise invalid_row(f"message {number} is a completion that failed: {one.error}")
+        parts = one.get("content") if isinstance(one, Mapping) else None
+        if isinstance(parts, list | tuple):
+            one = {**one, "content": [_part(part) for part in parts]}
         made.append(one.to_message() if isinstance(one, Completion | Choice) else one)
     return value if values is None else made
+
+
+def _part(part: Any) -> Any:
+    """A part of a message, its image in the types of JSON."""
+    return {name: as_given(value) for name, value in part.items()} if isinstance(part, Mapping) else part
 
 
 def _tools(value: Any) -> Any:

@@ -20,7 +20,7 @@ _REFUSED = {
     "max_tool_calls": "it counts calls of built-in tools, and there are none",
     "context_management": "nothing is compacted; truncate_prompt shortens a prompt that is too long",
     "access_programs": "models have no programs of access",
-    "image": "models take text only",
+    "image": "images stand in input, as parts input_image",
     "response_format": "text.format says it",
 }
 """Fields that are not available, and why. Null and false ask for nothing."""
@@ -123,7 +123,8 @@ def _messages(row: Request, given: str | Sequence[Any]) -> list[Fields]:
         if kind not in kinds:
             raise row.invalid(f"{where} is {kind!r:.60}, which is not available: there are {', '.join(kinds)}")
         _check(row, f"{where}.", item, _ITEMS[kind])
-        text = _text(row, where, item.get("content") or item.get("summary") or item.get("output") or "")
+        given_parts = item.get("content") or item.get("summary") or item.get("output") or ""
+        text = _content(row, where, given_parts, takes_images=kind in ("message", "function_call_output"))
         if kind == "reasoning" and not text:
             continue
         role, name, place = item.get("role", "assistant"), item.get("call_id", ""), kinds.index(kind)
@@ -150,13 +151,17 @@ def _messages(row: Request, given: str | Sequence[Any]) -> list[Fields]:
     return messages
 
 
-def _text(row: Request, where: str, value: str | list[Any]) -> str:
+def _content(row: Request, where: str, value: str | list[Any], *, takes_images: bool) -> Any:
+    """The content of a message: its text, or a list of parts if it has images."""
     parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else json_type(part)
-        if kind not in _PARTS or not isinstance(part.get("text"), str):
-            raise row.invalid(f"{where} has content of the type {kind!r:.60}, and models take text only")
-    return "".join(part["text"] for part in parts)
+        is_image = kind == "input_image" and takes_images
+        if not is_image and (kind not in _PARTS or not isinstance(part.get("text"), str)):
+            raise row.invalid(f"{where} has content of the type {kind!r:.60}, which is not available")
+    if all(part["type"] in _PARTS for part in parts):
+        return "".join(part["text"] for part in parts)
+    return [{**part, "type": "text"} if part["type"] in _PARTS else part for part in parts]
 
 
 def response_of(chat: Mapping[str, Any], key: str, repeated: Mapping[str, Any]) -> Fields:

@@ -49,7 +49,7 @@ _CUSTOM_ID = re.compile(rb'\s*\{\s*"custom_id"\s*:\s*(?:"([^"\\]*)")?')
 ENVELOPE_FIELDS = ("custom_id", "method", "url", "body")
 """Fields of a request line of the OpenAI Batch API."""
 
-IMAGE_PARTS = ("image_url", "image", "input_image")
+_IMAGE_PARTS = ("image_url", "image", "input_image")
 """Kinds of content parts that are images, of OpenAI's APIs and of transformers."""
 
 _IMAGE_FIELDS = ("image_url", "image", "url", "path", "base64")
@@ -280,13 +280,9 @@ def _set_messages(row: Request, value: Any) -> None:
     for number, message in enumerate(value, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise row.invalid(f"message {number} must be an object with a role and content")
-        content = message.get("content")
-        has_calls = message["role"] == "assistant" and bool(message.get("tool_calls"))
         if message.get("images"):
             raise row.invalid(f"message {number} has images, which must be parts of its content")
-        is_empty = content is None and has_calls
-        made = "" if is_empty else _content(row, number, message["role"], content, pictures)
-        messages.append({**message, "content": made})
+        messages.append({**message, "content": _content(row, number, message, pictures)})
     row.messages, row.given_pictures = messages, pictures
 
 
@@ -332,12 +328,11 @@ def _check_spelling(row: Request, names: Iterable[str], known: Iterable[str]) ->
             raise row.invalid(f"unknown parameter {name!r}; did you mean {meant!r}?{advice}", "unknown_parameter")
 
 
-def _content(
-    row: Request, number: int, role: str, value: Any, pictures: list[tuple[Any, str]]
-) -> str | list[dict[str, Any]]:
+def _content(row: Request, number: int, message: Mapping[str, Any], pictures: list[tuple[Any, str]]) -> Any:
     """The content of a message: its text, or a list of its texts and images if it has any, which join `pictures`."""
-    if isinstance(value, str):
-        return value
+    value, role = message.get("content"), message["role"]
+    if isinstance(value, str) or (value is None and role == "assistant" and message.get("tool_calls")):
+        return value or ""
     if not isinstance(value, list):
         raise row.invalid(f"content of message {number} must be text, not {json_type(value)}")
     made, before = list[dict[str, Any]](), len(pictures)
@@ -345,12 +340,12 @@ def _content(
         kind = part.get("type") if isinstance(part, dict) else json_type(part)
         if kind == "text" and isinstance(part.get("text"), str):
             made.append({"type": "text", "text": part["text"]})
-        elif kind in IMAGE_PARTS and role in _ROLES_WITH_IMAGES:
+        elif kind in _IMAGE_PARTS:
+            if role not in _ROLES_WITH_IMAGES:
+                raise row.invalid(f"message {number} has an image, and its role is {role!r:.60}")
             place = f"image {len(pictures) - before + 1} of message {number}"
             pictures.append((_image(row, part, place), place))
             made.append({"type": "image"})
-        elif kind in IMAGE_PARTS:
-            raise row.invalid(f"message {number} has an image, and its role is {role!r:.60}")
         elif kind in _OTHER_MEDIA:
             raise row.invalid(f"message {number} has {kind}, which is not available: models take text and images")
         else:

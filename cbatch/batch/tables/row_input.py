@@ -36,7 +36,7 @@ from cbatch.batch.tables.database import DatabaseTable
 from cbatch.batch.tables.json_array import NO_ARRAY, read_array
 from cbatch.batch.tables.parquet_table import ParquetTable
 from cbatch.batch.tables.workbook import WorkbookTable
-from cbatch.batch.templates import ColumnTemplate, PromptTemplate
+from cbatch.batch.templates import ColumnTemplate, PromptTemplate, carried
 from cbatch.requests.param_names import REFUSED
 from cbatch.requests.rows import ID_FIELDS, KNOWN, PROMPT_FIELDS
 
@@ -61,7 +61,7 @@ def line_of(row: TableRow, template: ColumnTemplate | None, *, is_text: bool = F
             columns = {name: text for name, text in columns.items() if text != "" or name not in ID_FIELDS}
         if error is None and template is not None:
             if isinstance(template, PromptTemplate):  # shows values as they are
-                fields = {"prompt": template.render({name: as_text(value) for name, value in columns.items()})}
+                fields = template.fields({name: as_text(value) for name, value in columns.items()}, columns)
             else:
                 fields = {"prompt": template.render(columns)}
         elif error is None:
@@ -70,7 +70,7 @@ def line_of(row: TableRow, template: ColumnTemplate | None, *, is_text: bool = F
         is_empty = any(isinstance(text := columns.get(name), str) and not text.strip() for name in used)
     except RequestError as raised:
         error = RequestError(raised.code, f"{row.where}: {raised}")
-    data = json.dumps({"columns": columns, "row": fields}).encode()
+    data = json.dumps({"columns": carried(columns, template), "row": fields}).encode()
     return replace(Line.of(row.index, data), error=error, has_empty_column=is_empty and error is None)
 
 

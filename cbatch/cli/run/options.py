@@ -27,12 +27,14 @@ from cbatch.batch.forms import (
     begins_with_object,
     input_form,
     output_form,
+    split_table,
     unit_of,
 )
 from cbatch.batch.lines import RowOptions
 from cbatch.batch.token_journal import DEFAULT_INTERVAL_S, TokenJournalConfig, is_token_journal
 from cbatch.cli.common.options import SamplingOptions, template_kwargs_option, tools_option
 from cbatch.cli.common.replica_options import ReplicaOptions
+from cbatch.extras import require_package
 from cbatch.requests.columns import COLUMNS
 from cbatch.requests.param_names import own_params
 from cbatch.tools.tool import MAX_TOOL_ROUNDS, load_tools
@@ -69,6 +71,10 @@ class RunOptions:
         None, "Make prompts of the rows' columns, such as 'Summarise: {text}', or by a file.", metavar="TEXT|@FILE"
     )
     constant_template: bool = _input(False, "Allow a --template without columns: the same prompt for every row.")
+    media_root: str | None = _input(
+        None, "Folder below which images of rows must lie.", metavar="DIR", is_file=True, shown="that of INPUT"
+    )
+    allow_remote_media: bool = _input(False, "Fetch images of rows from http: and https: URLs.")
     shard: str | None = _input(None, "Run only the K-th of N parts of the rows, such as 2/8.", metavar="K/N")
     check: bool = _input(False, "Only check the input: report bad rows, lengths and KV cache need as JSON.")
     estimate: bool = _input(False, "With --check: try rows for 10 s, and tell what a run would take.")
@@ -171,6 +177,12 @@ class RunOptions:
         return self.output_format or output_form(self.output)
 
     @property
+    def _media_root(self) -> Path:
+        """The folder of images: without --media-root that of the input, and without a file the working folder."""
+        path = Path(split_table(self.input)[0])
+        return Path(self.media_root) if self.media_root is not None else path.parent if path.is_file() else Path()
+
+    @property
     def expanded(self) -> Sequence[str] | None:
         """The properties of answers that become columns; see `TableLayout`."""
         form = SamplingParams().merged(own_params(self.sampling.params)[0]).constraint
@@ -184,6 +196,10 @@ class RunOptions:
         self.replicas.check(self.engine)
         load_tools(self.tools)  # before a model is loaded for them
         self._validation()
+        if not self._media_root.is_dir():
+            raise ConfigError(f"--media-root {self.media_root}: there is no such folder.")
+        if self.allow_remote_media:
+            require_package("fsspec")
         if (cache := self._cache()) is not None:
             if self.replicas.ray is not None:
                 raise ConfigError("--cache is a folder of this machine, and --ray computes on others.")
@@ -242,6 +258,8 @@ class RunOptions:
             raw=self.raw,
             template=TemplateOptions(kwargs=self.template_kwargs, today=self.date or FIXED_DATE),
             columns=tuple(name for name in COLUMNS if getattr(self, name)),
+            media_root=str(self._media_root.resolve()),
+            allow_remote_media=self.allow_remote_media,
         )
         return RowOptions(
             defaults,

@@ -31,6 +31,7 @@ NO_MODEL = ["-m", "/no/such/model"]
         "mcp: run {rows} --tools {servers}",
         "matplotlib: bench --plot {rows}.pictures",
         "matplotlib: bench --users 3 --report {rows}.html",
+        "fsspec: run {rows} --allow-remote-media",
         "ray: run {rows} -o {rows}.jsonl --ray auto",
     ],
 )

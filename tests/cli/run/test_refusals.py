@@ -26,6 +26,7 @@ AT_THE_START = [
     ("in.jsonl --param top_p=x", "not valid JSON"),
     ('in.jsonl --json-schema {"items":{"type":"strng"}}', "no type 'strng' (did you mean 'string'?)."),
     ("in.jsonl --target-step-ms 0", "nor auto or none"),
+    ("in.jsonl --media-root nowhere", "--media-root nowhere: there is no such folder."),
     ("in.jsonl --estimate", "--estimate needs --check"),
     ("in.jsonl --check --estimate --replicas 2", "on one engine"),
     ("in.jsonl --resume -o -", "--resume needs an output file"),
