@@ -86,10 +86,7 @@ class PromptTemplate:
         self.constant_behind = sum(len(literal) for literal, _, _ in behind) if self.names else None
 
     def fields(self, shown: Mapping[str, object], columns: Mapping[str, object]) -> dict[str, Any]:
-        """The prompt of a row, or its message if there are images.
-
-        shown:   the columns as they stand in a text
-        columns: in the types of JSON
+        """The prompt of a row, or its message if there are images, of its columns as text and in the types of JSON.
 
         Raises RequestError (`template_error`) if a column is missing or null.
         """

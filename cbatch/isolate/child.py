@@ -154,6 +154,7 @@ def _serve_limited(channel: Channel, target: str, limits: Limits) -> NoReturn:
             message = _as_json(("failed", reason[:MAX_REASON_CHARACTERS]))
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
+        data, arguments = bytearray(), ()  # so that the next call has all the memory
         channel.send(message)
 
 

@@ -5,6 +5,7 @@ It answers with numbers, and writes pixels to a file that it is given.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import warnings
 from contextlib import suppress
@@ -32,6 +33,8 @@ class PictureServer:
         self._formats = [name for name in map(str.upper, FORMATS) if name in Image.OPEN]
         Image.MAX_IMAGE_PIXELS = MAX_PIXELS
         warnings.simplefilter("error", Image.DecompressionBombWarning)
+        with suppress(AttributeError):  # of other systems than glibc, which else keeps what large pictures have left
+            ctypes.CDLL(None).mallopt(-3, 2**23)  # M_MMAP_THRESHOLD
 
     def size(self, data: bytes) -> tuple[int, int]:
         """Width and height as `decode` gives them, mostly without decoding pixels."""

@@ -9,7 +9,7 @@ import io
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -30,9 +30,6 @@ FETCH_SECONDS = 60
 _BASE64 = re.compile(r"iVBORw0KGgo|R0lGOD|UklGR|/9j/|SUkqA|TU0AK|[^.:]{256,}$")
 """The beginning of an image as base64, by its format, or because no file has so long a name."""
 
-_SHOWN = 60
-"""Characters of a path or URL that are part of messages."""
-
 _O_PATH = getattr(os, "O_PATH", os.O_RDONLY)
 """Opens a folder that may be passed through, but not listed."""
 
@@ -50,23 +47,20 @@ class Picture:
 
     def read(self) -> bytes:
         """The bytes of the file. Raises RequestError unless it is a regular file of at most MAX_BYTES."""
-        try:
-            return self.source if isinstance(self.source, bytes) else _read(self.source)
-        except (OSError, ValueError) as error:
-            raise self.invalid(f"cannot be read: {reason_of(error)}") from error
+        return self.source if isinstance(self.source, bytes) else self._tried(_read, self.source)
 
     def digest(self) -> str:
         """A hash of the bytes. A file is read again if it has changed since. Raises RequestError as `read` does."""
-        if isinstance(self.source, bytes):
-            return _hash(self.source)
-        try:
-            status = self.source.stat()
-            return _digest(self.source, (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
-        except (OSError, ValueError) as error:
-            raise self.invalid(f"cannot be read: {reason_of(error)}") from error
+        return _hash(self.source) if isinstance(self.source, bytes) else self._tried(_digest, self.source)
 
     def invalid(self, problem: str) -> RequestError:
         return invalid_row(f"{self.name} {problem}")
+
+    def _tried(self, function: Callable[[Path], Any], path: Path) -> Any:
+        try:
+            return function(path)
+        except (OSError, ValueError) as error:
+            raise self.invalid(f"cannot be read: {reason_of(error)}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +89,7 @@ class MediaSources:
             data, text = text, ""
         text = text or ""
         shown = "".join(filter(str.isprintable, text.partition(",")[0] if text[:5].lower() == "data:" else text))
-        name = f"{place} ({shown if len(shown) <= _SHOWN else '…' + shown[-_SHOWN:]})" if shown else place
+        name = f"{place} ({'…' if len(shown) > 60 else ''}{shown[-60:]})" if shown else place
         try:
             return Picture(self._source(text) if data is None else _decoded(data), name)
         except ValueError as error:
@@ -194,9 +188,13 @@ def _read(path: Path) -> bytes:
         return _bounded(file.read(MAX_BYTES + 1))
 
 
+def _digest(path: Path) -> str:
+    now = path.stat()
+    return _kept_digest(path, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
+
+
 @lru_cache(maxsize=1 << 16)
-def _digest(path: Path, status: tuple[int, ...]) -> str:
-    """`status` tells whether the file has changed."""
+def _kept_digest(path: Path, *status: int) -> str:
     return _hash(_read(path))
 
 

@@ -54,7 +54,6 @@ _IMAGE_PARTS = ("image_url", "image", "input_image")
 
 _IMAGE_FIELDS = ("image_url", "image", "url", "path", "base64")
 _ROLES_WITH_IMAGES = ("user", "tool", "system", "developer")
-_OTHER_MEDIA = "input_audio audio audio_url video video_url input_video file input_file".split()
 
 _OF_CHATS = "top_logprobs enable_thinking think thinking reasoning_effort reasoning".split()
 CHAT_FIELDS = (*TOOL_FIELDS, *TEMPLATE_FIELDS, *_OF_CHATS)
@@ -346,10 +345,8 @@ def _content(row: Request, number: int, message: Mapping[str, Any], pictures: li
             place = f"image {len(pictures) - before + 1} of message {number}"
             pictures.append((_image(row, part, place), place))
             made.append({"type": "image"})
-        elif kind in _OTHER_MEDIA:
-            raise row.invalid(f"message {number} has {kind}, which is not available: models take text and images")
         else:
-            raise row.invalid(f"message {number} has a content part that is neither text nor an image")
+            raise row.invalid(f"message {number} has a part {kind!r:.60}: parts are text (a string) and images")
     return made if len(pictures) > before else "".join(part["text"] for part in made)
 
 

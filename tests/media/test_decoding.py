@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
-import signal
+import platform
 import struct
 import zlib
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from cbatch.base.errors import ConfigError, RequestError
@@ -187,7 +187,7 @@ def test_pictures_that_only_look_bad_are_decoded(tmp_path: Path) -> None:
 def test_a_worker_that_dies_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the rows after one whose picture takes too long, or breaks the interpreter of its decoder."""
     limits = Limits(memory=decoding.LIMITS.memory, cpu_seconds=0.5)
-    process = Sandbox("tests.media.test_decoding:Broken", limits=limits)
+    process = Sandbox("tests.media.stubs:Broken", limits=limits)
     monkeypatch.setattr(decoding, "sandbox", lambda: process)
     good = Picture(ORDINARY["png"](), "image 1")
     for data, reason in (
@@ -201,24 +201,24 @@ def test_a_worker_that_dies_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None
     process.close()
 
 
-class Broken:
-    """A decoder with flaws."""
-
-    def decode(self, data: bytes, path: str) -> tuple[int, int]:
-        from cbatch.media.child import PictureServer
-
-        while data == b"slow":
-            pass
-        if data == b"crash":
-            os.kill(os.getpid(), signal.SIGSEGV)
-        if data == b"large":
-            bytearray(2**31)
-        return PictureServer().decode(data, path)
-
-
 def test_missing_pillow_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards users without Pillow, which is an extra: the sentence has the command that installs it."""
     monkeypatch.setattr("cbatch.extras.find_spec", lambda package: None)
     decoding.sandbox.cache_clear()
     with pytest.raises(ConfigError, match=r"Images need Pillow.*pip install .*\[images\]"):
         decode(Picture(ORDINARY["png"](), "image 1"))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library than glibc")
+def test_a_large_picture_leaves_no_memory() -> None:
+    """Guards the pictures behind a large one: whether there is memory for them must not depend on what came before."""
+    large = Image.new("RGB", (4000, 3000))
+    decode(Picture(ORDINARY["tiff"](), "image 1"))
+    process = psutil.Process(sandbox().worker.pid)
+    before = process.memory_info().rss
+    assert decode(Picture(saved(large, "TIFF"), "image 1")).shape == (3000, 4000, 3)
+    assert process.memory_info().rss < before + 20 * 2**20
+    process = Sandbox("tests.media.stubs:Fragmented", limits=decoding.LIMITS)
+    before, after = process.call("sizes")
+    assert after < before + 8 * 2**20
+    process.close()
