@@ -7,21 +7,22 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams
-from cbatch.base.request import Request, RequestDefaults
+from cbatch.base.request import ImageTexts, Request, RequestDefaults
 from cbatch.batch.lines import Line, parse_line
 from cbatch.media import pictures
 from cbatch.media.decoding import decode
 from cbatch.media.pictures import MediaSources, Picture
+from cbatch.model.images import Images
 from cbatch.requests.input_processor import InputProcessor, ModelInfo
 from cbatch.requests.prompts import read_prompt
 from cbatch.schedule.limits import SequenceLimits
@@ -34,6 +35,13 @@ BASE64 = base64.b64encode(DATA).decode()
 PLACE = "image 2 of message 1"
 
 
+class Undecoded:
+    """Stands for a model's images, and looks at none."""
+
+    def texts(self, pictures: Sequence[Picture]) -> ImageTexts:
+        return ImageTexts("<image>", ["<image>"] * len(pictures))
+
+
 def inputs(folder: Path, *, takes_images: bool = True, **defaults: Any) -> InputProcessor:
     """Prepares rows whose images lie in a folder, for a model that exists only as a tokenizer."""
     tokenizer = make_tokenizer()
@@ -44,7 +52,7 @@ def inputs(folder: Path, *, takes_images: bool = True, **defaults: Any) -> Input
         limits=SequenceLimits(1024, 1024),
         fingerprint="model",
         compile=lambda params, tools, choice: None,
-        takes_images=takes_images,
+        images=cast(Images, Undecoded()) if takes_images else None,
     )
     return InputProcessor(model, RequestDefaults(media_root=str(folder), **defaults))
 
