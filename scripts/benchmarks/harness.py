@@ -25,6 +25,7 @@ BENCHMARKS = {
     "forms": "scripts.benchmarks.forms",
     "grid": "scripts.benchmarks.peers.grid",
     "host": "scripts.benchmarks.host",
+    "images": "scripts.benchmarks.images",
     "launches": "scripts.benchmarks.launches",
     "lengths": "scripts.benchmarks.lengths",
     "loading": "scripts.benchmarks.loading",
