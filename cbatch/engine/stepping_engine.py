@@ -26,6 +26,7 @@ from cbatch.engine.model_runner import ModelRunner
 from cbatch.engine.stats import EngineStats
 from cbatch.model.base import Model
 from cbatch.model.hf.self_check import checked_model
+from cbatch.model.hf.vision import Vision
 from cbatch.model.images import Images
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import LoadedModel
@@ -85,7 +86,7 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         self._limits = _limits_of(scheduler, runner)
         overlap = pins_memory(self.device) if config.run_ahead is None else config.run_ahead
         super().__init__(scheduler, runner, execution.sampler, step_time, overlap=overlap)
-        if self.loaded.vision is not None:
+        if isinstance(self.loaded.vision, Vision):
             self._images = Images(self.loaded.vision, IMAGE_CACHE_BYTES)
         self._constraint_compiler = ConstraintCompiler(self.tokenizer, model.vocab_size) if self.tokenizer else None
         self._requests: dict[int, list[TokenSequence]] = {}
@@ -216,7 +217,7 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
             first_id=self.first_id,
             adapters=self._adapters,
             pooling=self.pooling,
-            images=self._images,
+            images=self._images or str(self.loaded.vision),
             labels=self.loaded.classifier.labels if self.loaded.classifier is not None else (),
         )
         defaults, config = defaults or RequestDefaults(), self.config

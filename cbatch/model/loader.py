@@ -53,7 +53,7 @@ from cbatch.model.formats.quantized import QuantizedCheckpoint, settings_of, wit
 from cbatch.model.hf.memory_check import fits
 from cbatch.model.hf.network import load_network
 from cbatch.model.hf.placement import Placement, placement_of
-from cbatch.model.hf.vision import Vision, vision_of
+from cbatch.model.hf.vision import NO_IMAGES, Vision, vision_of
 from cbatch.model.load_plan import CALIBRATION_TEXT, DEMO_MODEL, LoadPlan
 from cbatch.model.lora.sites import sites_of
 from cbatch.model.lora_files import Adapter
@@ -102,7 +102,7 @@ class LoadedModel:
     path:       `fast`, or `transformers` and why
     stored:     formats of the weights in the file, if these are not the usual ones
     classifier: the classification head, if it has one
-    vision:     its processor of images and vision tower, if it takes images
+    vision:     its processor of images and vision tower, or why it takes no images
     make_pooling: reads how hidden states become an embedding
     """
 
@@ -121,7 +121,7 @@ class LoadedModel:
     path: str = ""
     stored: str = ""
     classifier: Pooling | None = field(default=None, repr=False)
-    vision: Vision | None = field(default=None, repr=False)
+    vision: Vision | str = field(default=NO_IMAGES, repr=False)
     make_pooling: Callable[[], Pooling] = field(default=Pooling, repr=False)
 
     @cached_property

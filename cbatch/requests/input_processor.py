@@ -14,6 +14,7 @@ from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request, RequestDefaults, ToolChoice
 from cbatch.extras import require_package
 from cbatch.media.pictures import MediaSources
+from cbatch.model.hf.vision import NO_IMAGES
 from cbatch.model.images import Images
 from cbatch.model.pooling import Pooling
 from cbatch.requests.completion import Completion
@@ -39,7 +40,7 @@ class ModelInfo:
     adapters:       fingerprints of its LoRA adapters by name
     pooling:        reads how its hidden states become an embedding. Raises ModelError
     labels:         those of its classification head; empty without one
-    images:         what it makes of pictures; None if it takes none
+    images:         what it makes of pictures, or why it takes none
     compile:        compiles the constraint of a request (see `SteppingEngine.compile`)
     """
 
@@ -52,7 +53,7 @@ class ModelInfo:
     adapters: Mapping[str, str] = field(default_factory=dict)
     pooling: Callable[[], Pooling] = Pooling
     labels: Sequence[str] = ()
-    images: Images | None = None
+    images: Images | str = NO_IMAGES
 
 
 class InputProcessor:
@@ -103,8 +104,8 @@ class InputProcessor:
         with _locating(row, "the row cannot be read"):
             defaults = self._defaults
             if row.given_pictures:
-                if (images := self._model.images) is None:
-                    raise invalid_row("this model takes no images")
+                if isinstance(images := self._model.images, str):
+                    raise invalid_row(images)
                 if row.continuations or row.embed is not None:
                     raise invalid_row(
                         "images are taken in rows that are answered, not in those that are scored or embedded"
@@ -168,7 +169,7 @@ class InputProcessor:
                 set_tails(request, encode, self._model.first_id, partial(self.limits.max_new_tokens, at_least=0))
                 return request
             prompt_ids = request.prompt_ids = self._fitting_ids(request)
-            if request.pictures and self._model.images is not None:
+            if request.pictures and isinstance(self._model.images, Images):
                 self._model.images.place(request)
             self._model.limits.max_new_tokens(len(prompt_ids), at_least=0)  # else many too long ones would wait for it
             request.grammar = self._model.compile(params, request.tools, request.choice)

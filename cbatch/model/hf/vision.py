@@ -20,19 +20,22 @@ from torch import Tensor
 from cbatch.base.errors import ModelError, first_sentence
 from cbatch.base.model_files import model_folder
 from cbatch.model.config import read_model_config
-from cbatch.model.hf.memory_check import auto_class
+from cbatch.model.config_classes import levels
 from cbatch.runtime.cpu import many_threaded
 from cbatch.text.loading import silence_libraries
 
 FAMILIES = frozenset([
-    "aya_vision", "cohere2_vision", "got_ocr2", "idefics3", "internvl", "lfm2_vl", "llava", "llava_next", "mistral3",
-    "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vipllava",
+    "aya_vision", "cohere2_vision", "glm46v", "glm4v", "got_ocr2", "idefics3", "internvl", "lfm2_vl", "lighton_ocr",
+    "llava", "llava_next", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
+    "smolvlm", "vipllava",
 ])  # fmt: skip
 """Types of models whose images are rows of embeddings, and nothing else: tokens see earlier ones, and are counted."""
 
 PROCESSOR_FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "tokenizer*", "chat_template*",
                    "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model")  # fmt: skip
 
+
+NO_IMAGES = "this model takes no images"
 
 _OF_TEXT = "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"
 """Results of a processor that do not concern the tower."""
@@ -132,14 +135,18 @@ class Vision:
     @cached_property
     def _skeleton(self) -> Any:
         """The network without memory."""
+        from transformers import AutoModelForImageTextToText
+
         with torch.device("meta"):
-            return auto_class(self._config).from_config(self._small_config()).model
+            return AutoModelForImageTextToText.from_config(self._small_config()).model
 
     @cached_property
     def _tower(self) -> Any:
+        from transformers import AutoModelForImageTextToText
+
         silence_libraries()
         config = self._small_config()
-        network, report = auto_class(config).from_pretrained(
+        network, report = AutoModelForImageTextToText.from_pretrained(
             self._source, revision=self._revision, config=config, dtype=self._dtype, use_safetensors=True,
             ignore_mismatched_sizes=True, trust_remote_code=False, output_loading_info=True,
         )  # fmt: skip
@@ -185,20 +192,23 @@ class _Recorder:
 
 
 def processor_class(kind: str) -> Any:
-    """The class of the processor of models of a type. Without torchvision, it takes no videos, which need that."""
+    """The class of the processor of models of a type. It takes no videos, which need torchvision, where it can."""
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-    from transformers.utils.import_utils import is_torchvision_available
 
     found = getattr(transformers, PROCESSOR_MAPPING_NAMES.get(kind, "AutoProcessor"))
-    if is_torchvision_available() or kind not in PROCESSOR_MAPPING_NAMES:
+    if kind not in PROCESSOR_MAPPING_NAMES or kind == "smolvlm":
         return found
     others = [name for name in found.get_attributes() if name != "video_processor"]
     return type(found.__name__, (found,), {"get_attributes": classmethod(lambda cls: others)})
 
 
-def vision_of(source: str, revision: str | None, device: torch.device, dtype: torch.dtype) -> Vision | None:
-    """The images of a model; None if it takes none, or in a way that is not supported."""
-    folder = model_folder(source, revision, PROCESSOR_FILES)
-    kind = read_model_config(folder).get("model_type")
-    return Vision(source, revision, device, dtype) if kind in FAMILIES else None
+def vision_of(source: str, revision: str | None, device: torch.device, dtype: torch.dtype) -> Vision | str:
+    """The images of a model, or why it takes none."""
+    config = read_model_config(model_folder(source, revision, PROCESSOR_FILES))
+    kind = config.get("model_type")
+    if kind in FAMILIES:
+        return Vision(source, revision, device, dtype)
+    if any("vision_config" in level for level in levels(config)):
+        return f"images of models of the type {kind} are not supported"
+    return NO_IMAGES

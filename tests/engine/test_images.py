@@ -1,0 +1,311 @@
+"""Images of conversations: the tokens of transformers' `generate`, whatever else an engine does at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cbatch.attention.reference import ReferenceAttention
+from cbatch.base.config import EngineConfig
+from cbatch.base.params import SamplingParams
+from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.media.pictures import Picture
+from cbatch.model.hf.vision import Vision
+from cbatch.model.images import Images
+from cbatch.model.load_plan import LoadPlan
+from cbatch.model.loader import load_model
+from cbatch.model.ops.device_kernel import by_torch
+from cbatch.model.ops.embed import AddImage
+from cbatch.runtime.batch import ImageRows
+from tests.support.generation import generate
+from tests.support.samples import sampled
+from tests.support.vision_models import MAKERS, NEEDS_TORCHVISION, Reference, message, picture, save_vision_model
+
+pytest.importorskip("PIL", reason="images need Pillow")
+
+KINDS = sorted(MAKERS.keys() - {"gemma3"})
+VARIED = ["idefics3", "qwen2_vl", "qwen3_5", "qwen3_vl"]
+"""Those with tiles, positions of three axes, recurrent layers, and images that are added to layers."""
+
+LENGTH = 12
+FIRST, SECOND, SMALL = picture(1, 40, 70), picture(2, 40, 70), picture(3, 30, 30)
+CHATS = {
+    "one": [message("user", "hello ", FIRST, " what is it?")],
+    "another of its size": [message("user", "hello ", SECOND, " what is it?")],
+    "three": [message("user", FIRST, "what?", SMALL, SECOND, "and?")],
+    "none": [message("user", "plain text alone")],
+    "two turns": [message("user", SMALL, "one"), message("assistant", "yes"), message("user", "and ", SECOND)],
+    "twice": [message("user", "the same: ", SMALL, SMALL)],
+}
+FOLDER = TemporaryDirectory(prefix="cbatch-vision-")
+
+
+@cache
+def folder_of(kind: str) -> Path:
+    if kind in NEEDS_TORCHVISION and find_spec("torchvision") is None:
+        pytest.skip(f"the processor of {kind} needs torchvision")
+    return save_vision_model(Path(FOLDER.name) / kind, kind)
+
+
+@cache
+def expected(kind: str) -> list[list[int]]:
+    """Tokens of `generate` after each of CHATS."""
+    reference = Reference(folder_of(kind))
+    return [reference.generate(messages, LENGTH) for messages in CHATS.values()]
+
+
+def engine_of(kind: str, **config: Any) -> SteppingEngine:
+    settings = {"device": "cpu", "dtype": "float32", "block_size": 16, "max_seqs": 4, "kv_blocks": 80, **config}
+    return SteppingEngine(EngineConfig(model=str(folder_of(kind)), **settings))
+
+
+def outputs_of(engine: SteppingEngine, names: Sequence[str] = tuple(CHATS), **params: Any) -> list[list[int]]:
+    """Tokens of each output of conversations, which run side by side."""
+    settings = SamplingParams(max_tokens=LENGTH, ignore_eos=True, **params)
+    found = generate(engine, [{"messages": CHATS[name]} for name in names], settings)
+    engine.scheduler.check_integrity()
+    assert not any(one.error for one in found), found
+    return [list(output.token_ids) for one in found for output in one.choices]
+
+
+def images_of(engine: SteppingEngine) -> Images:
+    assert engine._images is not None
+    return engine._images
+
+
+@pytest.mark.parametrize("kind", sampled(KINDS, 8, keep=VARIED))
+def test_tokens_of_generate(kind: str) -> None:
+    """Guards every family: where images stand, what replaces them, and what other rows of the step have there.
+
+    Afterwards the prompts lie in the cache, and neither these nor other pictures are encoded again.
+    """
+    with engine_of(kind, max_batch_tokens=17) as engine:
+        assert outputs_of(engine) == expected(kind)
+        known = engine.stats().num_cached_tokens
+        assert images_of(engine).num_encoded == 3
+        assert outputs_of(engine) == expected(kind)
+        assert images_of(engine).num_encoded == 3 and engine.stats().num_cached_tokens >= known + 16 * len(CHATS)
+    assert len({tuple(tokens) for tokens in expected(kind)}) == len(CHATS), "some picture changes nothing"
+
+
+@pytest.mark.parametrize("tokens", [7, 16])
+@pytest.mark.parametrize("kind", sampled(KINDS, 3, keep=["qwen2_vl", "qwen3_5", "qwen3_vl"]))
+def test_chunks_of_other_sizes(kind: str, tokens: int) -> None:
+    """Guards images that several steps share, or that begin with a step or a block, without the prefix cache."""
+    with engine_of(kind, max_batch_tokens=tokens, prefix_cache=False) as engine:
+        assert outputs_of(engine) == expected(kind)
+        assert images_of(engine).num_encoded == 3 and not engine.stats().num_cached_tokens
+
+
+def shake(engine: SteppingEngine, patch: pytest.MonkeyPatch) -> None:
+    """Preempts most running requests every few steps."""
+    step = engine.step
+
+    def shaken() -> Any:
+        if engine.stats().num_steps % 4 == 3:
+            while engine.shrink():
+                pass
+            while not engine.scheduler.grow():
+                pass
+        return step()
+
+    patch.setattr(engine, "step", shaken)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("kind", sampled(KINDS, 3, keep=["idefics3", "qwen3_5", "qwen3_vl"]))
+def test_preempted_requests(kind: str, prefix_cache: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards requests that are computed again: their images come again, and their positions."""
+    with engine_of(kind, max_batch_tokens=40, prefix_cache=prefix_cache) as engine:
+        shake(engine, monkeypatch)
+        assert outputs_of(engine) == expected(kind)
+        assert engine.stats().num_preemptions > 5 and images_of(engine).num_encoded == 3
+
+
+def test_features_that_were_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a bounded cache: what was dropped from it is read, processed and encoded again."""
+    monkeypatch.setattr("cbatch.engine.stepping_engine.IMAGE_CACHE_BYTES", 1)
+    monkeypatch.setattr("cbatch.model.images.PROCESSED_BYTES", 1)
+    with engine_of("qwen2_vl", max_batch_tokens=17, prefix_cache=False) as engine:
+        assert outputs_of(engine) == expected("qwen2_vl")
+        assert images_of(engine).num_encoded > 3
+
+
+@pytest.mark.parametrize("kind", ["idefics3", "qwen3_5"])
+def test_outputs_of_one_prompt(kind: str) -> None:
+    """Guards `n`: outputs share the image's keys and values, and each goes on from the prompt's positions."""
+    with engine_of(kind, max_batch_tokens=17) as engine:
+        assert outputs_of(engine, n=2) == [tokens for tokens in expected(kind) for _ in range(2)]
+        first, second = outputs_of(engine, ["one"], n=2, temperature=1.0, seed=3)
+    with engine_of(kind, prefix_cache=False) as engine:
+        assert outputs_of(engine, ["one"], n=2, temperature=1.0, seed=3) == [first, second] and first != second
+
+
+def device_engine(kind: str, patch: pytest.MonkeyPatch, **config: Any) -> SteppingEngine:
+    """An engine whose program runs operation by operation, by torch."""
+    from safetensors.torch import load_file
+
+    from cbatch.model.config import read_model_config
+    from cbatch.model.cuda import CudaModel
+
+    folder = folder_of(kind)
+    loaded = load_model(LoadPlan(str(folder), dtype="float32"))
+    tensors, cpu = load_file(folder / "model.safetensors"), torch.device("cpu")
+    model = CudaModel(read_model_config(folder), tensors, torch.float32, cpu, by_torch())
+    patch.setattr("cbatch.engine.fallback.select_attention", lambda *_: ReferenceAttention())
+    settings = {"device": "cpu", "block_size": 16, "kv_blocks": 80, "max_seqs": 4, **config}
+    return SteppingEngine(EngineConfig(**settings), replace(loaded, fast_model=model))
+
+
+@pytest.mark.parametrize("kind", sampled(KINDS, 2, keep=["qwen3_5", "qwen3_vl"]))
+def test_programs_of_devices(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards programs that run operation by operation, as on a GPU: rows of images, axes of positions, levels."""
+    pytest.importorskip("triton", reason="the model of a GPU is imported with its kernels")
+    with device_engine(kind, monkeypatch, max_batch_tokens=17) as engine:
+        assert outputs_of(engine) == expected(kind)
+        assert images_of(engine).num_encoded == 3
+
+
+def test_several_processes() -> None:
+    """Guards processes that share a model: each gets the rows of images and their positions."""
+    with engine_of("qwen3_vl", max_batch_tokens=17, tensor_parallel=2) as engine:
+        assert outputs_of(engine) == expected("qwen3_vl")
+
+
+Fault = Callable[[pytest.MonkeyPatch], None]
+
+
+def change_place(change: Callable[[Any], None]) -> Fault:
+    """A change of a request after its images have their places."""
+    place = Images.place
+
+    def changed(self: Images, request: Any) -> None:
+        place(self, request)
+        change(request)
+
+    return lambda patch: patch.setattr(Images, "place", changed)
+
+
+def move_images(request: Any) -> None:
+    request.images = [image._replace(places=image.places + 1) for image in request.images]
+
+
+def move_axes(*axes: int) -> Fault:
+    def move(request: Any) -> None:
+        for image in request.images:
+            request.positions[np.array(axes)[:, None], image.places] += 1
+
+    return change_place(move)
+
+
+def move_text(request: Any) -> None:
+    if request.positions is not None:
+        request.positions[:, request.images[-1].places[-1] + 1 :] += 1
+
+
+def take_tokens_for_content(request: Any) -> None:
+    request.content_ids = []
+
+
+def ignore_contents(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Picture, "digest", lambda self: "0" * 32)
+
+
+def lose_features(patch: pytest.MonkeyPatch) -> None:
+    """A request that is computed again has no images any more."""
+    rows, furthest = Images.rows, dict[int, int]()
+
+    def lost(self: Images, chunks: Sequence[Any]) -> ImageRows | None:
+        for chunk in chunks:
+            if chunk.start < furthest.get(id(chunk.sequence), 0):
+                chunk.sequence.request.images = ()
+            furthest[id(chunk.sequence)] = chunk.stop
+        return rows(self, chunks)
+
+    patch.setattr(Images, "rows", lost)
+
+
+def begin_again(patch: pytest.MonkeyPatch) -> None:
+    """Each step has the first rows of an image."""
+    rows = Images.rows
+
+    def first(self: Images, chunks: Sequence[Any]) -> ImageRows | None:
+        found = rows(self, chunks)
+        return None if found is None else found._replace(values=found.values[:1].repeat(len(found.values), 1))
+
+    patch.setattr(Images, "rows", first)
+
+
+def swap_axes(patch: pytest.MonkeyPatch) -> None:
+    positions = Vision.positions
+    patch.setattr(Vision, "positions", lambda *given: np.asarray(positions(*given))[[0, 2, 1]])
+
+
+def swap_levels(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("cbatch.model.families.decoder.AddImage", lambda number: AddImage(1 - number))
+
+
+FAULTS: dict[str, tuple[Fault, str]] = {
+    "images one token late": (change_place(move_images), "idefics3"),
+    "positions one late": (move_axes(0, 1, 2), "qwen2_vl"),
+    "rows one late": (move_axes(1), "qwen3_vl"),
+    "columns one late": (move_axes(2), "glm4v"),
+    "text one late": (change_place(move_text), "qwen3_5"),
+    "contents ignored": (ignore_contents, "idefics3"),
+    "prefixes of other images": (change_place(take_tokens_for_content), "idefics3"),
+    "recurrent prefixes of other images": (change_place(take_tokens_for_content), "qwen3_5"),
+    "lost when preempted": (lose_features, "qwen3_vl"),
+    "first row again": (begin_again, "qwen2_vl"),
+    "rows for columns": (swap_axes, "qwen3_vl"),
+    "levels swapped": (swap_levels, "qwen3_vl"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the comparisons above: each of these faults changes tokens."""
+    fault, kind = FAULTS[name]
+    names = ["one", "another of its size"]
+    wanted = [expected(kind)[list(CHATS).index(one)] for one in names]
+    settings = {"max_batch_tokens": 17, "max_seqs": 2 if "lost" in name else 1, "prefix_cache": "lost" not in name}
+    fault(monkeypatch)
+    with engine_of(kind, **settings) as engine:
+        shake(engine, monkeypatch)
+        assert outputs_of(engine, names) != wanted
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "expected"),
+    [("gemma3", {}, "images of models of the type gemma3 are not supported"),
+     ("qwen2_vl", {"attention": "reference"}, "images need the fast path")],
+)  # fmt: skip
+def test_models_that_take_no_images(kind: str, config: dict[str, Any], expected: str) -> None:
+    """Guards errors that say whether a model has no images, or not here; text is answered all the same."""
+    with engine_of(kind, **config) as engine:
+        rows = [{"messages": CHATS[name]} for name in ("one", "none")]
+        refused, answered = generate(engine, rows, SamplingParams(max_tokens=2))
+        assert refused.error is not None and refused.error.code == "invalid_row"
+        assert str(refused.error) == expected and len(answered.token_ids) == 2
+
+
+def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the row's error if a processor needs torchvision: it names that, and text is answered."""
+
+    def load(*_: Any, **__: Any) -> None:
+        raise ImportError("Lfm2VlImageProcessor requires the Torchvision library but it was not found.")
+
+    with engine_of("idefics3") as engine:
+        monkeypatch.setattr("transformers.Idefics3Processor.from_pretrained", load)
+        rows = [{"messages": CHATS[name]} for name in ("one", "none")]
+        refused, answered = generate(engine, rows, SamplingParams(max_tokens=2))
+        assert refused.error is not None and "requires the Torchvision library" in str(refused.error)
+        assert len(answered.token_ids) == 2

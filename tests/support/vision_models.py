@@ -1,0 +1,308 @@
+"""Tiny random models that take images, with their processors, in folders as they are published."""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from cbatch.model.hf.vision import processor_class
+from tests.support.tiny_models import draw_weights
+
+TEXT = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False, "max_position_embeddings": 2048,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+PATCHES = {"patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
+TILES = [f"{row}_col_{column}" for row in range(1, 5) for column in range(1, 5)]
+"""Numbers of tiles in names of special tokens."""
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}:{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+class _Parts(NamedTuple):
+    config: Any
+    processor: Any
+
+
+def _tokenizer(*specials: str, **named: str) -> Any:
+    """A tokenizer of bytes.  named: special tokens that its processor finds by these names"""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = ["<pad>", "<s>", "</s>", *specials, *named.values(), *alphabet]
+    tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate(dict.fromkeys(names))}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([*specials, *named.values()])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", extra_special_tokens=named
+    )
+
+
+def _text(kind: str, tokenizer: Any, **own: Any) -> dict[str, Any]:
+    return {"model_type": kind, "vocab_size": len(tokenizer), **TEXT, **own}
+
+
+def _images(module: str, name: str, **settings: Any) -> Any:
+    """An image processor that needs no torchvision."""
+    found = import_module(f"transformers.models.{module}.image_processing_pil_{module}")
+    return getattr(found, f"{name}ImageProcessorPil")(**settings)
+
+
+def _size(height: int, width: int) -> dict[str, int]:
+    return {"height": height, "width": width}
+
+
+def _made(kind: str, config: Any, images: Any, tokenizer: Any, image: str, **settings: Any) -> _Parts:
+    """image: what the chat template writes for one"""
+    template = TEMPLATE.replace("IMAGE", image)
+    made = processor_class(kind)(image_processor=images, tokenizer=tokenizer, chat_template=template, **settings)
+    return _Parts(config, made)
+
+
+def _idefics3(kind: str = "idefics3", name: str = "Idefics3") -> _Parts:
+    tokenizer = _tokenizer(
+        "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *(f"<row_{one}>" for one in TILES)
+    )
+    config = getattr(transformers, f"{name}Config")(
+        text_config=_text("llama", tokenizer), vision_config={**TOWER, "image_size": 32, "patch_size": 8},
+        scale_factor=2, image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+    )  # fmt: skip
+    images = _images(kind, name, size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
+    videos = {"video_processor": transformers.SmolVLMVideoProcessor()} if kind == "smolvlm" else {}
+    return _made(kind, config, images, tokenizer, "<image>", image_seq_len=4, **videos)
+
+
+def _llava(kind: str = "llava", name: str = "Llava", **settings: Any) -> _Parts:
+    tokenizer = _tokenizer("<image>")
+    config = getattr(transformers, f"{name}Config")(
+        text_config=_text("llama", tokenizer), image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        vision_config={**TOWER, "model_type": "clip_vision_model", "image_size": 32, "patch_size": 8,
+                       "projection_dim": 32},
+        **settings,
+    )  # fmt: skip
+    crop = {"size": {"shortest_edge": 32}, "crop_size": _size(32, 32)}
+    if kind == "llava_next":
+        images = _images(kind, name, image_grid_pinpoints=settings["image_grid_pinpoints"], **crop)
+    else:
+        images = _images("clip", "CLIP", **crop)
+    given = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    return _made(kind, config, images, tokenizer, "<image>", **given)
+
+
+def _llava_next() -> _Parts:
+    return _llava("llava_next", "LlavaNext", image_grid_pinpoints=[[32, 64], [64, 32], [64, 64]])
+
+
+def _vipllava() -> _Parts:
+    return _llava("vipllava", "VipLlava", vision_feature_layers=[-2, -1])
+
+
+def _mistral3() -> _Parts:
+    tokenizer = _tokenizer("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+    config = transformers.Mistral3Config(
+        text_config=_text("mistral", tokenizer, sliding_window=None), spatial_merge_size=2,
+        vision_config={**TOWER, "model_type": "pixtral", "head_dim": 16, "image_size": 64, "patch_size": 8},
+        image_token_id=tokenizer.convert_tokens_to_ids("[IMG]"),
+    )  # fmt: skip
+    images = _images("pixtral", "Pixtral", size={"longest_edge": 64}, patch_size=_size(8, 8))
+    return _made("mistral3", config, images, tokenizer, "[IMG]", patch_size=8, spatial_merge_size=2)
+
+
+def _lighton_ocr() -> _Parts:
+    tokenizer = _tokenizer(image_token="[IMG]", image_break_token="[IMG_BREAK]", image_end_token="[IMG_END]")
+    config = transformers.LightOnOcrConfig(
+        text_config=_text("qwen3", tokenizer), spatial_merge_size=2,
+        vision_config={**TOWER, "model_type": "pixtral", "head_dim": 16, "image_size": 64, "patch_size": 8},
+        image_token_id=tokenizer.convert_tokens_to_ids("[IMG]"),
+    )  # fmt: skip
+    images = _images("pixtral", "Pixtral", size={"longest_edge": 64}, patch_size=_size(16, 16))
+    return _made("lighton_ocr", config, images, tokenizer, "[IMG]", patch_size=8, spatial_merge_size=2)
+
+
+def _internvl() -> _Parts:
+    tokenizer = _tokenizer(
+        start_image_token="<img>", end_image_token="</img>", context_image_token="<IMG_CONTEXT>", video_token="<video>"
+    )
+    config = transformers.InternVLConfig(
+        text_config=_text("qwen2", tokenizer), vision_config={**TOWER, "image_size": [32, 32], "patch_size": [8, 8]},
+        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"), downsample_ratio=0.5, image_seq_length=4,
+    )  # fmt: skip
+    images = _images("got_ocr2", "GotOcr2", size=_size(32, 32), crop_to_patches=True, max_patches=4)
+    return _made("internvl", config, images, tokenizer, "<IMG_CONTEXT>", image_seq_length=4)
+
+
+def _aya_vision() -> _Parts:
+    tokenizer = _tokenizer(
+        "<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>", "TILE_GLOBAL",
+        *(f"TILE_{number}" for number in range(1, 5)), "TILE",
+    )  # fmt: skip
+    config = transformers.AyaVisionConfig(
+        text_config=_text("cohere2", tokenizer, sliding_window=16), downsample_factor=2,
+        vision_config={**TOWER, "model_type": "siglip_vision_model", "image_size": 32, "patch_size": 8},
+        image_token_id=tokenizer.convert_tokens_to_ids("<|IMG_PATCH|>"), adapter_layer_norm_eps=1e-6,
+    )  # fmt: skip
+    images = _images("got_ocr2", "GotOcr2", size=_size(32, 32), crop_to_patches=True, max_patches=4)
+    given = {"patch_size": 8, "img_size": 32, "downsample_factor": 2}
+    return _made("aya_vision", config, images, tokenizer, "<image>", **given)
+
+
+QWEN_TOWER = {"hidden_size": 32, "out_hidden_size": 64, "depth": 2, "num_heads": 2, "intermediate_size": 48, **PATCHES}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def _grid(kind: str, name: str, tower: dict[str, Any], rope: dict[str, Any], **text: Any) -> _Parts:
+    """A model whose images are grids of patches with positions of three axes (M-RoPE).
+
+    rope: settings of the rotary embedding
+    """
+    is_glm = kind.startswith("glm")
+    begin, end = ("<|begin_of_image|>", "<|end_of_image|>") if is_glm else ("<|vision_start|>", "<|vision_end|>")
+    image, video = ("<|image|>", "<|video|>") if is_glm else ("<|image_pad|>", "<|video_pad|>")
+    named = {"image_token": image, "video_token": video}
+    others = ["<|begin_of_video|>", "<|end_of_video|>"] if is_glm else []
+    tokenizer = _tokenizer(begin, end, *others, **named)
+    ids = tokenizer.convert_tokens_to_ids
+    marks: dict[str, Any] = {"vision_start_token_id": ids(begin), "vision_end_token_id": ids(end)}
+    if is_glm:
+        marks = {"image_start_token_id": ids(begin), "image_end_token_id": ids(end)}
+        marks |= {"video_start_token_id": ids(others[0]), "video_end_token_id": ids(others[1])}
+    rope = {"rope_type": "default", "rope_theta": 30.0, **rope}
+    text_kind = {"glm46v": "glm4v_text"}.get(kind, f"{kind}_text")
+    config = getattr(transformers, f"{name}Config")(
+        text_config=_text(text_kind, tokenizer, rope_parameters=rope, **text), vision_config=tower,
+        image_token_id=ids(image), video_token_id=ids(video), **marks,
+    )  # fmt: skip
+    sizes = {"size": {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}, "merge_size": 2}
+    if is_glm:
+        sizes["size"] = {"shortest_edge": 2 * 16 * 16, "longest_edge": 2 * 64 * 64}
+    images = _images(kind if is_glm else "qwen2_vl", name if is_glm else "Qwen2VL", patch_size=8, **sizes)
+    return _made(kind, config, images, tokenizer, f"{begin}{image}{end}")
+
+
+def _qwen2_vl() -> _Parts:
+    tower = {"embed_dim": 32, "hidden_size": 64, "depth": 2, "num_heads": 2, "mlp_ratio": 2, **PATCHES}
+    return _grid("qwen2_vl", "Qwen2VL", tower, {"mrope_section": [2, 3, 3]})
+
+
+def _qwen2_5_vl() -> _Parts:
+    tower = {**QWEN_TOWER, "window_size": 32, "fullatt_block_indexes": [1]}
+    return _grid("qwen2_5_vl", "Qwen2_5_VL", tower, {"mrope_section": [2, 3, 3]})
+
+
+def _qwen3_vl(kind: str = "qwen3_vl", name: str = "Qwen3VL", **text: Any) -> _Parts:
+    tower = {**QWEN_TOWER, "depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 2]}
+    return _grid(kind, name, tower, {"mrope_section": [4, 2, 2], "mrope_interleaved": True}, **text)
+
+
+def _qwen3_5(kind: str = "qwen3_5", name: str = "Qwen3_5", **text: Any) -> _Parts:
+    linear = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2}
+    linear |= {"linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"]}
+    rope = {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5}
+    return _grid(kind, name, {**QWEN_TOWER, "num_position_embeddings": 64}, rope, **linear, **text)
+
+
+def _glm4v(kind: str = "glm4v", name: str = "Glm4v") -> _Parts:
+    tower = {**QWEN_TOWER, "image_size": 64}
+    return _grid(kind, name, tower, {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5})
+
+
+def _gemma3() -> _Parts:
+    named = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+    tokenizer = _tokenizer(**named)
+    ids = tokenizer.convert_tokens_to_ids
+    layers = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+    config = transformers.Gemma3Config(
+        text_config=_text("gemma3_text", tokenizer, query_pre_attn_scalar=16, **layers), mm_tokens_per_image=4,
+        vision_config={**TOWER, "model_type": "siglip_vision_model", "image_size": 32, "patch_size": 8},
+        boi_token_index=ids(named["boi_token"]), eoi_token_index=ids(named["eoi_token"]),
+        image_token_id=ids(named["image_token"]),
+    )  # fmt: skip
+    images = _images("gemma3", "Gemma3", size=_size(32, 32), image_seq_length=4)
+    return _made("gemma3", config, images, tokenizer, "<start_of_image>", image_seq_length=4)
+
+
+MAKERS: dict[str, Callable[[], _Parts]] = {
+    "aya_vision": _aya_vision,
+    "gemma3": _gemma3,
+    "glm46v": lambda: _glm4v("glm46v", "Glm46V"),
+    "glm4v": _glm4v,
+    "idefics3": _idefics3,
+    "internvl": _internvl,
+    "lighton_ocr": _lighton_ocr,
+    "llava": _llava,
+    "llava_next": _llava_next,
+    "mistral3": _mistral3,
+    "qwen2_5_vl": _qwen2_5_vl,
+    "qwen2_vl": _qwen2_vl,
+    "qwen3_5": _qwen3_5,
+    "qwen3_5_moe": lambda: _qwen3_5("qwen3_5_moe", "Qwen3_5Moe", **EXPERTS, shared_expert_intermediate_size=32),
+    "qwen3_vl": _qwen3_vl,
+    "qwen3_vl_moe": lambda: _qwen3_vl("qwen3_vl_moe", "Qwen3VLMoe", **EXPERTS),
+    "smolvlm": lambda: _idefics3("smolvlm", "SmolVLM"),
+    "vipllava": _vipllava,
+}
+
+NEEDS_TORCHVISION = frozenset(["mistral3", "smolvlm"])
+"""Those whose processors need it in transformers."""
+
+
+def save_vision_model(folder: Path, kind: str) -> Path:
+    """A tiny random model of a type and its processor."""
+    parts = MAKERS[kind]()
+    torch.manual_seed(0)
+    network = transformers.AutoModelForImageTextToText.from_config(parts.config).eval()
+    draw_weights(network)
+    network.save_pretrained(folder)
+    parts.processor.save_pretrained(folder)
+    return folder
+
+
+def picture(seed: int, height: int, width: int) -> str:
+    """A file of random pixels as base64."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return b64encode(file.getvalue()).decode()
+
+
+def message(role: str, *parts: str) -> dict[str, Any]:
+    """A message of texts and pictures, of which only pictures are as long."""
+    given = [{"type": "image", "base64": one} if len(one) > 100 else {"type": "text", "text": one} for one in parts]
+    return {"role": role, "content": given}
+
+
+class Reference:
+    """A model by transformers alone, from its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._network = transformers.AutoModelForImageTextToText.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
+        self._processor = processor_class(self._network.config.model_type).from_pretrained(folder)
+
+    def generate(self, messages: Sequence[dict[str, Any]], length: int) -> list[int]:
+        """The likeliest tokens."""
+        files = [part["base64"] for one in messages for part in one["content"] if part["type"] == "image"]
+        text = self._processor.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        images = [Image.open(BytesIO(b64decode(file))) for file in files] or None
+        inputs = self._processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
+        with torch.inference_mode():
+            self._network.generation_config.eos_token_id = None
+        with torch.inference_mode():
+            found = self._network.generate(**inputs, max_new_tokens=length, do_sample=False)
+        return list(found[0, inputs["input_ids"].shape[1] :].tolist())
