@@ -64,7 +64,7 @@ def expected(kind: str) -> list[list[int]]:
 
 
 def engine_of(kind: str, **config: Any) -> SteppingEngine:
-    settings = {"device": "cpu", "dtype": "float32", "block_size": 16, "max_seqs": 4, "kv_blocks": 80, **config}
+    settings = {"device": "cpu", "dtype": "float32", "block_size": 16, "max_seqs": 4, "kv_blocks": 400, **config}
     return SteppingEngine(EngineConfig(model=str(folder_of(kind)), **settings))
 
 
@@ -162,7 +162,7 @@ def device_engine(kind: str, patch: pytest.MonkeyPatch, **config: Any) -> Steppi
     tensors, cpu = load_file(folder / "model.safetensors"), torch.device("cpu")
     model = CudaModel(read_model_config(folder), tensors, torch.float32, cpu, by_torch())
     patch.setattr("cbatch.engine.fallback.select_attention", lambda *_: ReferenceAttention())
-    settings = {"device": "cpu", "block_size": 16, "kv_blocks": 80, "max_seqs": 4, **config}
+    settings = {"device": "cpu", "block_size": 16, "kv_blocks": 400, "max_seqs": 4, **config}
     return SteppingEngine(EngineConfig(**settings), replace(loaded, fast_model=model))
 
 

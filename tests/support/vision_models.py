@@ -24,6 +24,7 @@ TEXT = {
     "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False, "max_position_embeddings": 2048,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
+WINDOW = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 PATCHES = {"patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
 TILES = [f"{row}_col_{column}" for row in range(1, 5) for column in range(1, 5)]
@@ -152,13 +153,57 @@ def _aya_vision() -> _Parts:
         *(f"TILE_{number}" for number in range(1, 5)), "TILE",
     )  # fmt: skip
     config = transformers.AyaVisionConfig(
-        text_config=_text("cohere2", tokenizer, sliding_window=16), downsample_factor=2,
+        text_config=_text("cohere2", tokenizer, **WINDOW), downsample_factor=2,
         vision_config={**TOWER, "model_type": "siglip_vision_model", "image_size": 32, "patch_size": 8},
         image_token_id=tokenizer.convert_tokens_to_ids("<|IMG_PATCH|>"), adapter_layer_norm_eps=1e-6,
     )  # fmt: skip
     images = _images("got_ocr2", "GotOcr2", size=_size(32, 32), crop_to_patches=True, max_patches=4)
     given = {"patch_size": 8, "img_size": 32, "downsample_factor": 2}
     return _made("aya_vision", config, images, tokenizer, "<image>", **given)
+
+
+def _lfm2_vl() -> _Parts:
+    tokenizer = _tokenizer(
+        *(f"<|img_row_{one}|>" for one in TILES), image_token="<image>", image_start_token="<|image_start|>",
+        image_end_token="<|image_end|>", image_thumbnail="<|img_thumbnail|>",
+    )  # fmt: skip
+    layers = ["conv", *["full_attention"] * 4]
+    config = transformers.Lfm2VlConfig(
+        text_config=_text("lfm2", tokenizer, layer_types=layers, num_hidden_layers=5), projector_hidden_size=48,
+        vision_config={**TOWER, "model_type": "siglip2_vision_model", "patch_size": 8, "num_patches": 64},
+        image_token_id=tokenizer.image_token_id, downsample_factor=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    images = transformers.Lfm2VlImageProcessor(
+        tile_size=32, min_image_tokens=4, max_image_tokens=8, max_num_patches=64, encoder_patch_size=8, max_tiles=4
+    )
+    return _made("lfm2_vl", config, images, tokenizer, "<image>")
+
+
+def _cohere2_vision() -> _Parts:
+    tokenizer = _tokenizer(
+        boi_token="<|START_OF_IMG|>", eoi_token="<|END_OF_IMG|>", image_token="<|IMG_PATCH|>",
+        img_line_break_token="<|IMG_LINE_BREAK|>",
+    )  # fmt: skip
+    config = transformers.Cohere2VisionConfig(
+        text_config=_text("cohere2", tokenizer, **WINDOW), downsample_factor=2,
+        vision_config={**TOWER, "model_type": "siglip_vision_model", "image_size": 32, "patch_size": 8},
+        image_token_id=tokenizer.image_token_id, alignment_intermediate_size=64,
+    )  # fmt: skip
+    # The processor takes the square of `patch_size` for the number of tokens of a tile.
+    images = transformers.Cohere2VisionImageProcessor(size=_size(32, 32), patch_size=2, max_patches=4)
+    return _made("cohere2_vision", config, images, tokenizer, "<|IMG_PATCH|>")
+
+
+def _got_ocr2() -> _Parts:
+    tokenizer = _tokenizer("<imgpad>", "<img>", "</img>")
+    tower = {"hidden_size": 32, "output_channels": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.GotOcr2Config(
+        text_config=_text("qwen2", tokenizer), image_token_id=tokenizer.convert_tokens_to_ids("<imgpad>"),
+        vision_config={**tower, "image_size": 512, "patch_size": 8, "mlp_dim": 48, "window_size": 8,
+                       "global_attn_indexes": []},
+    )  # fmt: skip
+    images = _images("got_ocr2", "GotOcr2", size=_size(512, 512))  # its processor always takes 256 tokens
+    return _made("got_ocr2", config, images, tokenizer, "<img><imgpad></img>")
 
 
 QWEN_TOWER = {"hidden_size": 32, "out_hidden_size": 64, "depth": 2, "num_heads": 2, "intermediate_size": 48, **PATCHES}
@@ -190,7 +235,8 @@ def _grid(kind: str, name: str, tower: dict[str, Any], rope: dict[str, Any], **t
     sizes = {"size": {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}, "merge_size": 2}
     if is_glm:
         sizes["size"] = {"shortest_edge": 2 * 16 * 16, "longest_edge": 2 * 64 * 64}
-    images = _images(kind if is_glm else "qwen2_vl", name if is_glm else "Qwen2VL", patch_size=8, **sizes)
+    module, made = {"glm4v": ("glm4v", "Glm4v"), "glm4v_moe": ("glm4v", "Glm4v")}.get(kind, ("glm46v", "Glm46V"))
+    images = _images(*((module, made) if is_glm else ("qwen2_vl", "Qwen2VL")), patch_size=8, **sizes)
     return _made(kind, config, images, tokenizer, f"{begin}{image}{end}")
 
 
@@ -216,18 +262,24 @@ def _qwen3_5(kind: str = "qwen3_5", name: str = "Qwen3_5", **text: Any) -> _Part
     return _grid(kind, name, {**QWEN_TOWER, "num_position_embeddings": 64}, rope, **linear, **text)
 
 
-def _glm4v(kind: str = "glm4v", name: str = "Glm4v") -> _Parts:
-    tower = {**QWEN_TOWER, "image_size": 64}
-    return _grid(kind, name, tower, {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5})
+def _glm4v(kind: str = "glm4v", name: str = "Glm4v", part: float = 0.5, **text: Any) -> _Parts:
+    """part: of each head that is rotated"""
+    sections = [1, 1, 2] if part == 0.5 else [2, 3, 3]
+    rope = {"mrope_section": sections, "partial_rotary_factor": part}
+    return _grid(kind, name, {**QWEN_TOWER, "image_size": 64}, rope, **text)
+
+
+def _glm4v_moe() -> _Parts:
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    return _glm4v("glm4v_moe", "Glm4vMoe", **experts)
 
 
 def _gemma3() -> _Parts:
     named = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
     tokenizer = _tokenizer(**named)
     ids = tokenizer.convert_tokens_to_ids
-    layers = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
     config = transformers.Gemma3Config(
-        text_config=_text("gemma3_text", tokenizer, query_pre_attn_scalar=16, **layers), mm_tokens_per_image=4,
+        text_config=_text("gemma3_text", tokenizer, query_pre_attn_scalar=16, **WINDOW), mm_tokens_per_image=4,
         vision_config={**TOWER, "model_type": "siglip_vision_model", "image_size": 32, "patch_size": 8},
         boi_token_index=ids(named["boi_token"]), eoi_token_index=ids(named["eoi_token"]),
         image_token_id=ids(named["image_token"]),
@@ -238,11 +290,16 @@ def _gemma3() -> _Parts:
 
 MAKERS: dict[str, Callable[[], _Parts]] = {
     "aya_vision": _aya_vision,
+    "cohere2_vision": _cohere2_vision,
     "gemma3": _gemma3,
     "glm46v": lambda: _glm4v("glm46v", "Glm46V"),
     "glm4v": _glm4v,
+    "glm4v_moe": _glm4v_moe,
+    "glm_ocr": lambda: _glm4v("glm_ocr", "GlmOcr", 1.0),
+    "got_ocr2": _got_ocr2,
     "idefics3": _idefics3,
     "internvl": _internvl,
+    "lfm2_vl": _lfm2_vl,
     "lighton_ocr": _lighton_ocr,
     "llava": _llava,
     "llava_next": _llava_next,
@@ -257,7 +314,7 @@ MAKERS: dict[str, Callable[[], _Parts]] = {
     "vipllava": _vipllava,
 }
 
-NEEDS_TORCHVISION = frozenset(["mistral3", "smolvlm"])
+NEEDS_TORCHVISION = frozenset(["cohere2_vision", "lfm2_vl", "mistral3", "smolvlm"])
 """Those whose processors need it in transformers."""
 
 
@@ -299,8 +356,10 @@ class Reference:
         """The likeliest tokens."""
         files = [part["base64"] for one in messages for part in one["content"] if part["type"] == "image"]
         text = self._processor.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        images = [Image.open(BytesIO(b64decode(file))) for file in files] or None
-        inputs = self._processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
+        images = [Image.open(BytesIO(b64decode(file))) for file in files]
+        given = {"return_tensors": "pt", "add_special_tokens": False}
+        processor = self._processor if files else self._processor.tokenizer
+        inputs = processor(text=[text], **({"images": images} if files else {}), **given)
         with torch.inference_mode():
             self._network.generation_config.eos_token_id = None
         with torch.inference_mode():

@@ -25,9 +25,9 @@ from cbatch.runtime.cpu import many_threaded
 from cbatch.text.loading import silence_libraries
 
 FAMILIES = frozenset([
-    "aya_vision", "cohere2_vision", "glm46v", "glm4v", "got_ocr2", "idefics3", "internvl", "lfm2_vl", "lighton_ocr",
-    "llava", "llava_next", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
-    "smolvlm", "vipllava",
+    "aya_vision", "cohere2_vision", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "got_ocr2", "idefics3", "internvl",
+    "lfm2_vl", "lighton_ocr", "llava", "llava_next", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe",
+    "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vipllava",
 ])  # fmt: skip
 """Types of models whose images are rows of embeddings, and nothing else: tokens see earlier ones, and are counted."""
 
@@ -196,6 +196,7 @@ def processor_class(kind: str) -> Any:
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
+    kind = "glm46v" if kind == "glm_ocr" else kind
     found = getattr(transformers, PROCESSOR_MAPPING_NAMES.get(kind, "AutoProcessor"))
     if kind not in PROCESSOR_MAPPING_NAMES or kind == "smolvlm":
         return found
