@@ -30,7 +30,7 @@ class AttendOptions(TypedDict, total=False):
 
 
 class AttentionBackend(Protocol):
-    """Causal attention of a ragged batch over the paged cache.
+    """Causal attention of a ragged batch over the paged cache, except as `RaggedBatch.ends_seen` says.
 
     `prepare` runs once a step. What it returns goes to `store_kv` and `attend`, which run once for each layer. Only the
     backend knows how a block is laid out in memory.

@@ -112,7 +112,7 @@ class FlashAttention(TritonAttention):
 
     def prepare(self, batch: RaggedBatch, block_size: int) -> Any:
         (long,) = (batch.counts > SHORT).nonzero()
-        if not len(long):
+        if not len(long) or batch.ends_seen is not None:
             return super().prepare(batch, block_size)
         mine, self._turn = slice(int(long[0]), int(long[-1]) + 1), 1 - self._turn
         counts, lengths, tables = batch.counts[mine], batch.lengths[mine], batch.tables[mine]

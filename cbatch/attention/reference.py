@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Unpack
 
 import torch
@@ -16,20 +16,28 @@ from cbatch.runtime.kv_cache import FP8, U8, U8_SCALE_BYTES, LayerShape, Shape, 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """The part of a step that belongs to a sequence: rows of the ragged batch, block ids, and positions."""
+    """The part of a step that belongs to a sequence: rows of the ragged batch, block ids, and positions.
+
+    ends: see `RaggedBatch.ends_seen`
+    """
 
     rows: slice
     blocks: Tensor
     start: int
     stop: int
+    ends: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceMetadata:
-    """Metadata that the layers of a step share. slots [T]: the place of each token in a layer's cache."""
+    """Metadata that the layers of a step share. slots [T]: the place of each token in a layer's cache.
+
+    only_in_windows: see `RaggedBatch`
+    """
 
     sequences: list[Sequence]
     slots: Tensor
+    only_in_windows: bool = False
 
 
 class ReferenceAttention:
@@ -52,12 +60,12 @@ class ReferenceAttention:
 
     def prepare(self, batch: RaggedBatch, block_size: int) -> ReferenceMetadata:
         sequences = []
-        row = 0
+        row, ends = 0, None if batch.ends_seen is None else torch.from_numpy(batch.ends_seen).to(batch.device)
         for table, start, stop in zip(batch.block_tables, batch.starts, batch.stops, strict=True):
-            blocks = table[: -(-stop // block_size)]
-            sequences.append(Sequence(slice(row, row + stop - start), blocks, start, stop))
+            blocks, rows = table[: -(-stop // block_size)], slice(row, row + stop - start)
+            sequences.append(Sequence(rows, blocks, start, stop, None if ends is None else ends[rows]))
             row += stop - start
-        return ReferenceMetadata(sequences, batch.slot_mapping)
+        return ReferenceMetadata(sequences, batch.slot_mapping, batch.only_in_windows)
 
     def store_kv(
         self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, metadata: ReferenceMetadata
@@ -85,6 +93,8 @@ class ReferenceAttention:
             k, v = (_gather(cache, sequence, query.dtype) for cache in (keys, values))
             q = query[sequence.rows].transpose(0, 1)
             window, chunk = options.get("window"), options.get("chunk")
+            if metadata.only_in_windows and window is None:
+                sequence = replace(sequence, ends=None)
             mask = causal_mask(sequence, query.device, window, chunk, sees_later=not self.is_causal)
             if indices is not None:
                 chosen = _chosen(indices[sequence.rows], sequence.stop)
@@ -116,9 +126,10 @@ def causal_mask(
         return None
     keys = torch.arange(sequence.stop, device=device)
     queries = keys[sequence.start :, None]
-    mask = (keys <= queries) | sees_later
+    mask = (keys <= queries if sequence.ends is None else keys < sequence.ends[:, None]) | sees_later
     if window is not None:
-        mask &= (queries - keys).abs() < window
+        distance = queries - keys
+        mask &= (distance.abs() if sees_later else distance) < window
     if chunk is not None:
         mask &= keys >= queries - queries % chunk
     return mask

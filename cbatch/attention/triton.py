@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cbatch.attention.base import AttendOptions
+from cbatch.attention.reference import ReferenceAttention, ReferenceMetadata
 from cbatch.kernels.triton.attention_decode import DecodeGrid, DecodeTuning, attend_decode
 from cbatch.kernels.triton.attention_metadata import NONE, AttentionMetadata, StepBuffers, build_metadata
 from cbatch.kernels.triton.attention_prefill import PrefillTuning, attend_prefill
@@ -34,6 +35,8 @@ class TritonAttention:
 
     If it is batch-invariant, one kernel takes everything and nothing is split: a token has the same bits however its
     sequence was cut into steps. A few sequences with a long past take longer, because few programs read it.
+
+    The kernels are causal. Steps with tokens that see later ones are left to the reference.
     """
 
     name = "triton"
@@ -57,12 +60,13 @@ class TritonAttention:
         self.prefill = prefill or PrefillTuning()
         self.batch_invariant = batch_invariant
         self._grid = DecodeGrid(self.limits)
+        self._reference = ReferenceAttention(kv_dtype)
 
     def block_shapes(self, layer: LayerShape, block_size: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
         return (layer.heads, block_size, layer.key_dim), (layer.heads, block_size, layer.value_dim)
 
-    def prepare(self, batch: RaggedBatch, block_size: int) -> AttentionMetadata:
-        return self._metadata(batch)
+    def prepare(self, batch: RaggedBatch, block_size: int) -> AttentionMetadata | ReferenceMetadata:
+        return self._metadata(batch) if batch.ends_seen is None else self._reference.prepare(batch, block_size)
 
     def _metadata(self, batch: RaggedBatch, without: slice = NONE) -> AttentionMetadata:
         return build_metadata(batch, self.decode.split, whole=self.batch_invariant, without=without)
@@ -89,13 +93,17 @@ class TritonAttention:
         )  # fmt: skip
 
     def store_kv(
-        self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, metadata: AttentionMetadata
-    ) -> None:
+        self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor,
+        metadata: AttentionMetadata | ReferenceMetadata,
+    ) -> None:  # fmt: skip
         store_kv(as_bytes(keys), as_bytes(values), in_rows(new_keys), in_rows(new_values), metadata.slots)
 
     def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata, **options: Unpack[AttendOptions]
-    ) -> Tensor:
+        self, query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata | ReferenceMetadata,
+        **options: Unpack[AttendOptions],
+    ) -> Tensor:  # fmt: skip
+        if isinstance(metadata, ReferenceMetadata):
+            return self._reference.attend(query, keys.transpose(1, 2), values.transpose(1, 2), metadata, **options)
         query, keys, values = in_rows(query), as_bytes(keys), as_bytes(values)
         arguments = attend_arguments(**options)
         # No decode kernel writes the zeros of padding then.

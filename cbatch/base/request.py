@@ -150,6 +150,8 @@ class Request:
     images:   those of its prompt, in order
     positions: [3, P] int64, of its prompt's tokens in time, rows and columns, if its images have these
     content_ids: its token ids, with numbers of their own for the rows of each image; empty if there are no images
+    two_way_spans: parts of its prompt, from a token up to another, whose tokens see each other: a step computes all
+              that is left of one, or nothing
     tails:    of the continuations, which begin alike with `prompt_ids`, or each text that is embedded or classified;
               empty if an answer is asked for
 
@@ -213,6 +215,7 @@ class Request:
     images: Sequence[PlacedImage] = ()
     positions: Any = None
     content_ids: Sequence[int] = ()
+    two_way_spans: Sequence[tuple[int, int]] = ()
     tails: Sequence[ScoredTail] = ()
 
     request_id: int | None = None

@@ -86,19 +86,28 @@ class Images:
             start = stop
         assert start == len(places), "other placeholders than those of the images"
         request.images, request.content_ids = images, content
+        if self._vision.two_way is not None:
+            runs = np.split(np.array(places), np.flatnonzero(np.diff(places) > 1) + 1)
+            request.two_way_spans = [(int(run[0]), int(run[-1]) + 1) for run in runs]
         request.positions = self._vision.positions(request.prompt_ids, list(map(self._processed_of, request.pictures)))
 
     def rows(self, chunks: Sequence[ScheduledChunk]) -> ImageRows | None:
         """The rows of a step's chunks that images replace; None if there are none."""
-        places, parts, begin = list[NDArray[np.int64]](), list[Tensor](), 0
+        places, parts, ends, begin = list[NDArray[np.int64]](), list[Tensor](), list[NDArray[np.int64]](), 0
         for chunk in chunks:
+            spans = np.array(chunk.sequence.request.two_way_spans, np.int64).reshape(-1, 2)
             for image in chunk.sequence.request.images:
                 first, last = np.searchsorted(image.places, [chunk.start, chunk.stop])
                 if first < last:
                     places.append(image.places[first:last] - chunk.start + begin)
                     parts.append(self._features_of(image.picture)[first:last])
+                    if len(spans):
+                        ends.append(spans[spans[:, 0].searchsorted(image.places[first:last], "right") - 1, 1])
             begin += chunk.num_tokens
-        return ImageRows(np.concatenate(places), torch.cat(parts)) if places else None
+        if not places:
+            return None
+        found, only_in_windows = np.concatenate(ends) if ends else None, self._vision.two_way == "windows"
+        return ImageRows(np.concatenate(places), torch.cat(parts), None, found, only_in_windows)
 
     def _processed_of(self, picture: Picture) -> ProcessedImage:
         name = picture.digest()

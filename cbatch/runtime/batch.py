@@ -145,11 +145,15 @@ class ImageRows(NamedTuple):
     values: [E, hidden size], what is embedded there, on the device of the model. Further columns, as many for each of
             the first layers, are added to what the layer has made there (DeepStack)
     positions: [3, E] int64, in time, rows and columns, if the model distinguishes these
+    ends:   [E] int64, how many tokens of its sequence each one sees, if not those up to itself
+    only_in_windows: whether `ends` holds only for layers with a window
     """
 
     places: NDArray[np.int64]
     values: Tensor
     positions: NDArray[np.int64] | None = None
+    ends: NDArray[np.int64] | None = None
+    only_in_windows: bool = False
 
 
 class ScoringRows(NamedTuple):
@@ -182,7 +186,7 @@ class RaggedBatch:
     rows           [R] int64, which of the T tokens need logits, to sample the next token or to score the prompt
     tables         [S, B] int32, block ids of each sequence; entries after its last one are undefined
     starts, stops  S ints: chunk i computes tokens starts[i] .. stops[i]-1 of its sequence; each attends to the tokens
-                   of that sequence up to itself
+                   of that sequence up to itself (but see `ends_seen`)
     scoring        which of the R rows score tokens of prompts; None if none does
     device_tokens  tokens that only the device knows; None if there are none, which is so whenever the host samples
     states         where the chunks have the states of recurrent layers; None for a model without such layers
@@ -224,6 +228,20 @@ class RaggedBatch:
     def counts(self) -> NDArray[np.int64]:
         """How many tokens each chunk has."""
         return self.lengths - np.array(self.starts, np.int64)
+
+    @cached_property
+    def ends_seen(self) -> NDArray[np.int64] | None:
+        """[T] int64, how many tokens of its sequence each one sees; None if each sees those up to itself."""
+        if self.images is None or self.images.ends is None:
+            return None
+        seen = np.concatenate([np.arange(start, stop) for start, stop in zip(self.starts, self.stops, strict=True)]) + 1
+        seen[self.images.places] = self.images.ends
+        return seen
+
+    @property
+    def only_in_windows(self) -> bool:
+        """Whether `ends_seen` holds only for layers with a window."""
+        return self.images is not None and self.images.only_in_windows
 
     @property
     def input_ids(self) -> Tensor:

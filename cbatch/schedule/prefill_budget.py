@@ -70,6 +70,18 @@ class PrefillBudget:
             self._kept[sequence.priority] = kept
         return budget - kept
 
+    def allow_spans(self, sequence: TokenSequence, budget: int) -> int:
+        """The tokens of `budget` that a request may have so that it ends within none of its `two_way_spans`.
+
+        The oldest prompt gets a span that does not fit all the same, beyond the step's budget: so it always advances.
+        """
+        start, stop = sequence.num_computed, sequence.num_computed + budget
+        first, end = next((span for span in sequence.request.two_way_spans if span[0] < stop < span[1]), (stop, stop))
+        if first > start or first == stop:
+            return first - start
+        oldest = self._oldest.get(sequence.priority)
+        return end - start if oldest is None or sequence.id <= oldest.id else 0
+
     def allow_scores(self, sequence: TokenSequence, budget: int) -> int:
         """How many of `budget` tokens a running request may have, if it scores its prompt."""
         if not sequence.has_unscored_prompt:

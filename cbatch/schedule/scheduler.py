@@ -163,7 +163,7 @@ class Scheduler:
                 if (source := self._begun_block(sequence)) in filled:
                     continue  # by this step, so that the next one can copy it
                 ahead = sequence.num_shared - sequence.num_computed if source is not None else 0
-                allowed = prompts.allow_scores(sequence, allowed + ahead) - ahead
+                allowed = prompts.allow_spans(sequence, prompts.allow_scores(sequence, allowed + ahead)) - ahead
             if sequence.is_running and allowed > 0:
                 if source is not None:
                     self._set_cached(sequence, sequence.num_shared)

@@ -37,7 +37,7 @@ from cbatch.kernels.triton.attention_metadata import (
     split_tokens,
 )
 from cbatch.kernels.triton.attention_prefill import PrefillTuning
-from cbatch.runtime.batch import DeviceTokens, RaggedBatch
+from cbatch.runtime.batch import DeviceTokens, ImageRows, RaggedBatch
 from cbatch.runtime.kv_cache import LayerShape
 from tests.support.attention_cases import AttentionCase, ScheduledChunk, make_batch
 from tests.support.device import DEVICE
@@ -182,6 +182,20 @@ def chunks_and_decodes(lengths: list[int], seed: int) -> list[list[ScheduledChun
             steps[1].append((one, first, length - 1))
         steps[2].append((one, length - 1, length))
     return steps
+
+
+class WithImage(Sequences):
+    """The first sequence has an image, whose tokens see each other."""
+
+    def batch(self, slices: list[ScheduledChunk], device: torch.device) -> RaggedBatch:
+        images = ImageRows(np.arange(5, 30), torch.empty(0), None, np.full(25, 30))
+        return replace(super().batch(slices, device), images=images)
+
+
+@pytest.mark.parametrize("name", ["window", "all at once"])
+def test_images_that_see_later_tokens_are_left_to_the_reference(name: str) -> None:
+    """Guards steps that the kernels, which are causal, would compute wrongly; blocks lie as the kernels have them."""
+    check(WithImage(CASES[name], [40, 20]), [[(0, 0, 40), (1, 0, 20)]])
 
 
 @pytest.mark.parametrize("name", sampled(CASES, 6, keep=["odd sizes", "window", "all at once"]))

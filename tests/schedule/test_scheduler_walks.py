@@ -10,16 +10,18 @@ import pytest
 
 from cbatch.schedule.block_pool import BlockPool
 from cbatch.schedule.output import ScheduledChunk, SchedulerOutput
+from cbatch.schedule.prefill_budget import PrefillBudget
 from cbatch.schedule.scheduler import Scheduler
+from cbatch.schedule.sequence import TokenSequence
 from cbatch.schedule.state_slots import Snapshot, StateSlots
 from tests.support.scheduler_simulation import RandomWalk
 
 
-def count_events(walks: int, *, recurrent: bool = False) -> Counter[str]:
+def count_events(walks: int, **options: bool) -> Counter[str]:
     """Counts what happens in so many random walks."""
     counts: Counter[str] = Counter()
     for number in range(walks):
-        walk = RandomWalk(0, number, recurrent=recurrent).run(150)
+        walk = RandomWalk(0, number, **options).run(150)
         counts += walk.counts + Counter(preemptions=walk.scheduler.num_preemptions)
     return counts
 
@@ -28,27 +30,28 @@ COMMON = "failed steps,NaN requests,cancelled running,shared blocks,preemptions"
 
 
 @pytest.mark.parametrize(
-    ("recurrent", "names"),
+    ("options", "names"),
     [
-        (False, "copied blocks,shrinks,limits,cancelled waiting,finished by stop,finished by length"),
-        (True, "failed late,snapshots"),
+        ({}, "copied blocks,shrinks,limits,cancelled waiting,finished by stop,finished by length"),
+        ({"recurrent": True}, "failed late,snapshots"),
+        ({"spans": True}, "spans beyond the budget,shrinks,limits"),
     ],
 )
-def test_random_walks_meet_everything(recurrent: bool, names: str) -> None:
+def test_random_walks_meet_everything(options: dict[str, bool], names: str) -> None:
     """Guards outputs against other requests, blocks and slots against two owners, and requests against starving.
 
     And the walks: they meet all that the scheduler has to survive.
     """
-    counts = count_events(15, recurrent=recurrent)
+    counts = count_events(15, **options)
     assert all(counts[name] >= 10 for name in f"{COMMON},{names}".split(",")), counts
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("recurrent", [False, True])
-def test_long_walks(recurrent: bool) -> None:
+@pytest.mark.parametrize("options", [{}, {"recurrent": True}, {"spans": True}])
+def test_long_walks(options: dict[str, bool]) -> None:
     """Guards the same, with other seeds and for longer."""
     for number in range(60):
-        RandomWalk(1, number, recurrent=recurrent).run(300)
+        RandomWalk(1, number, **options).run(300)
 
 
 def free_too_early(self: BlockPool, blocks: Sequence[int]) -> None:
@@ -151,10 +154,29 @@ STATE_FAULTS: list[tuple[type, str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("fault", [*FAULTS, *STATE_FAULTS], ids=lambda one: getattr(one[2], "fget", one[2]).__name__)
+def cut_spans(self: PrefillBudget, sequence: TokenSequence, budget: int) -> int:
+    """Lets chunks end within parts that a step is to compute whole."""
+    return budget
+
+
+def keep_to_the_budget(self: PrefillBudget, sequence: TokenSequence, budget: int) -> int:
+    """Lets a part that is larger than a step wait forever."""
+    return min(allow_spans(self, sequence, budget), budget)
+
+
+allow_spans = PrefillBudget.allow_spans
+SPAN_FAULTS: list[tuple[type, str, Any]] = [
+    (PrefillBudget, "allow_spans", cut_spans),
+    (PrefillBudget, "allow_spans", keep_to_the_budget),
+]
+
+
+@pytest.mark.parametrize(
+    "fault", [*FAULTS, *STATE_FAULTS, *SPAN_FAULTS], ids=lambda one: getattr(one[2], "fget", one[2]).__name__
+)
 def test_planted_faults_are_seen(fault: tuple[type, str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the simulation itself: it finds these faults."""
     owner, method, wrong = fault
     monkeypatch.setattr(owner, method, wrong)
     with pytest.raises((AssertionError, ValueError)):
-        count_events(100, recurrent=fault in STATE_FAULTS)
+        count_events(100, recurrent=fault in STATE_FAULTS, spans=fault in SPAN_FAULTS)

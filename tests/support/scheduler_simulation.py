@@ -137,8 +137,12 @@ class RandomWalk:
     counts: steps, shared blocks, cancellations and so on, for reports
     """
 
-    def __init__(self, seed: int, number: int, *, recurrent: bool = False) -> None:
-        """recurrent: of a model with recurrent layers"""
+    def __init__(self, seed: int, number: int, *, recurrent: bool = False, spans: bool = False) -> None:
+        """
+        recurrent: of a model with recurrent layers
+        spans:     prompts have parts that a step computes whole
+        """
+        self._has_spans = spans
         self._random = random.Random(f"{seed}/{number}")
         draw, below, choice = self._random.randint, self._random.random, self._random.choice
         self._longest_suffix, self._most_tokens = choice((2, 3, 5, 16)), choice((3, 10, 24))
@@ -262,10 +266,16 @@ class RandomWalk:
         offset = self.sizes.max_model_len if len(prompt) + limit > SHORT_CONTEXT else 0
         tails = [ScoredTail((), scored_from, (), ())] * choices
         request = Request(max_new_tokens=limit, priority=priority, position_offset=offset, tails=tails)
+        if self._has_spans and not choices:
+            request.two_way_spans = self._spans(len(prompt))
         sequence = TokenSequence(self.counts["requests"], prompt, request, scored_from=scored_from)
         self.live[sequence] = OracleRequest.of(sequence, stop_after, self.sizes.vocabulary)
         self.scheduler.add(sequence)
         self.counts["requests"] += 1
+
+    def _spans(self, length: int) -> list[tuple[int, int]]:
+        borders = sorted(self._random.sample(range(length + 1), min(length + 1, self._random.choice((2, 4)))))
+        return list(zip(borders[::2], borders[1::2], strict=False))
 
     def _cancel(self, which: int) -> None:
         """Cancels one of the live requests, waiting or running."""
@@ -310,8 +320,11 @@ class RandomWalk:
         require(len(places) == len(self.live) and {*places} == {*self.live}, "a request is lost, or in two places")
         held = Counter(block for sequence in scheduler.running for block in sequence.blocks)
         for sequence in scheduler.running:
-            started = sequence.num_computed > 0 or sequence.num_shared > 0  # a choice may wait for another one
-            require(started and sequence.num_computed < sequence.num_tokens, "nothing computed, or nothing left")
+            waits = sequence.num_shared > 0 or bool(sequence.request.two_way_spans)  # for another choice, or its turn
+            require(
+                (sequence.num_computed > 0 or waits) and sequence.num_computed < sequence.num_tokens,
+                "nothing computed, or nothing left",
+            )
             unwritten = sequence.blocks[sequence.num_computed // self.sizes.block_size :]
             require(all(held[block] == 1 for block in unwritten), "a block will be written and has two owners")
         in_flight = self._in_flight.scheduled.to_sample if self._in_flight is not None else []
@@ -329,23 +342,31 @@ class RandomWalk:
         self.counts["steps"] += 1
         planned, admitted = {chunk.sequence for chunk in scheduled.chunks}, set(scheduled.admitted)
         require(len(scheduled.chunks) == len(planned) <= scheduler.max_seqs, "too many chunks, or two for one request")
-        require(scheduled.num_tokens <= scheduler.max_batch_tokens, "more tokens than a step may have")
+        beyond = scheduled.num_tokens - scheduler.max_batch_tokens
+        if beyond > 0:
+            last = scheduled.chunks[-1]
+            ends_span = any(last.stop == end for _, end in last.sequence.request.two_way_spans)
+            require(ends_span and beyond < last.num_tokens, "more tokens than a step may have")
+        self.counts["spans beyond the budget"] += beyond > 0
         require(planned <= set(scheduler.running), "a chunk of a request that does not run")
         took = {chunk.sequence for chunk in scheduled.chunks if before.get(chunk.sequence, -1) != chunk.start}
         require(took == admitted & planned, "the admitted requests are not those that take over something")
         late = {one for one in scheduler.running if self._waits_for_a_copy(one, scheduled)}
+        late |= {one for one in scheduler.running if one.request.two_way_spans and one not in planned}
         require(admitted - planned <= late and not late & planned, "an admitted request without a chunk")
         for chunk in scheduled.chunks:
             sequence, end = chunk.sequence, chunk.stop
             wanted = sequence.num_tokens - chunk.is_last  # the placeholder of this step's token
             require(before.get(sequence, 0) <= chunk.start < end <= wanted, "a chunk that does not fit")
             self.counts["copied blocks"] += chunk.source is not None
+            cut = any(first < end < stop for first, stop in sequence.request.two_way_spans)
+            require(not cut, "a chunk that ends within a part that is computed whole")
             require(sequence.num_computed == end, "a chunk that does not count as computed")
             require(chunk.is_last == (end == wanted), "a wrong is_last")
             coming = sequence.num_generated + sequence.num_output_placeholders
             require(coming <= sequence.request.max_new_tokens, "a token too many is coming")
             require(end <= len(sequence.blocks) * self.sizes.block_size, "a token that has no place in the cache")
-        is_limited = scheduler.states.slots is not None or scheduler.prefill_limit is not None
+        is_limited = scheduler.states.slots is not None or scheduler.prefill_limit is not None or self._has_spans
         spares = bool(late) or bool(took & before.keys())  # what was kept for them
         if scheduled.num_tokens < scheduler.max_batch_tokens and not is_limited and not spares:
             whole = {chunk.sequence for chunk in scheduled.chunks if chunk.is_last}

@@ -201,7 +201,7 @@ def _cap_scores(scores: Any, rows: int, params: AttentionParams, scales: Any) ->
 
 @inlined
 def _weigh(
-    packed: Any, token: int, positions: Any, group: int, top: int, rows: int, params: AttentionParams,
+    packed: Any, token: int, seen: Any, group: int, top: int, rows: int, params: AttentionParams,
     scratch: AttentionWorkspace, states: Rows, width: int,
 ) -> None:  # fmt: skip
     """Turns the scores of the rows from `top` on into weights, and rescales their states if need be."""
@@ -216,16 +216,16 @@ def _weigh(
     if packed is not None:
         targets, row_bytes = np.int64(scratch.rounded_weights.ctypes.data), TILE_TOKENS * 2
     headers = np.int64(scratch.weight_headers.ctypes.data)
-    first_position, last_position = positions[top // group], positions[(top + rows - 1) // group]
-    is_whole = first_position >= token + TILE_TOKENS - 1 and first_seen(last_position, params) <= token
+    least, last_position = seen[1, top // group], seen[0, (top + rows - 1) // group]
+    is_whole = least >= token + TILE_TOKENS and first_seen(last_position, params) <= token
     for i in range(rows):
         source = np.int64(scores.ctypes.data) + i * TILE_TOKENS * 4
         target = targets + i * row_bytes
         scales = np.int64(key_scales.ctypes.data), np.int64(value_scales.ctypes.data), headers + i * HEADER_BYTES
         state = states.address + i * states.stride
         if not is_whole:
-            position = positions[(top + i) // group]
-            first, stop = first_seen(position, params) - token, position + 1 - token
+            position, end = seen[0, (top + i) // group], seen[1, (top + i) // group]
+            first, stop = first_seen(position, params) - token, end - token
             if first > 0 or stop < TILE_TOKENS:
                 if packed is None:
                     softmax_row(weights[0, 0], source, target, state, width, scale, None, (first, stop))
@@ -248,26 +248,27 @@ def first_seen(position: int, params: AttentionParams) -> int:
 
 @inlined
 def _attend_tile(
-    kv: PagedKV, token: int, positions: Any, group: int, begin: int, params: AttentionParams, now: int,
+    kv: PagedKV, token: int, seen: Any, group: int, begin: int, params: AttentionParams, now: int,
     scratch: AttentionWorkspace, states: Any,
 ) -> None:  # fmt: skip
     """Lets the rows of a head see the tile from `token`.
 
-    positions, group: of the tokens of a task, which do not decrease, and rows of each that share the keys of a head
+    seen:  see `AttentionWorkspace`, of the tokens of a task; neither row decreases
+    group: rows of each token that share the keys of a head
     begin: the first of these rows in the task
     now:   which of the panels are those of the tile
     """
-    num_rows, state_stride = len(positions) * group, states.shape[1] * 4
+    num_rows, state_stride = seen.shape[1] * group, states.shape[1] * 4
     for top in range(0, num_rows, BLOCK_ROWS):
         rows = min(BLOCK_ROWS, num_rows - top)
-        low = max(0, first_seen(positions[top // group], params) - token) // COLUMNS * COLUMNS
-        high = min(TILE_TOKENS, positions[(top + rows - 1) // group] + 1 - token)
+        low = max(0, first_seen(seen[0, top // group], params) - token) // COLUMNS * COLUMNS
+        high = min(TILE_TOKENS, seen[1, (top + rows - 1) // group] - token)
         if high <= low:
             continue
         target = Rows(states.ctypes.data + (begin + top) * state_stride, state_stride)
         _compute_scores(kv, kv.packed, begin + top, rows, low, high, now, scratch)
         width = states.shape[1] - 2 * LANES
-        _weigh(kv.packed, token, positions, group, top, rows, params, scratch, target, width)
+        _weigh(kv.packed, token, seen, group, top, rows, params, scratch, target, width)
         _accumulate_values(kv, kv.packed, rows, low, high, now, scratch, target)
 
 
@@ -307,12 +308,12 @@ def _merge_state(state: Any, later: Any) -> None:
 
 @inlined
 def _attend_task(
-    kv: PagedKV, task: Any, table: Any, upcoming: _Tile, positions: Any, group: int, params: AttentionParams,
+    kv: PagedKV, task: Any, table: Any, upcoming: _Tile, seen: Any, group: int, params: AttentionParams,
     scratch: AttentionWorkspace,
 ) -> None:  # fmt: skip
     """Lets all rows of a task see its tokens, as far as each may. upcoming: what is read after the task"""
     first_head, stop_head, _, _, _, begin, end, _ = task
-    start, per_head = positions[0], len(positions) * group
+    start, per_head = seen[0, 0], seen.shape[1] * group
     rows = (stop_head - first_head) * per_head
     lowest = first_seen(start, params) // TILE_TOKENS * TILE_TOKENS
     all_before = scratch.states[0]
@@ -340,7 +341,7 @@ def _attend_task(
                     for i in range(TILE_TOKENS // LANES):
                         scratch.panels[1 - now, 0, i] = scratch.panels[now, 0, i]
                 first_row = (head - first_head) * per_head
-                _attend_tile(kv, token, positions, group, first_row, params, now, scratch, states)
+                _attend_tile(kv, token, seen, group, first_row, params, now, scratch, states)
                 now = 1 - now
         for i in range(rows):
             _add_up_weights(states[i])
@@ -351,7 +352,7 @@ def _attend_task(
 @kernel
 def _workspace_of_thread(workspace: AttentionWorkspace, index: int) -> AttentionWorkspace:
     return AttentionWorkspace(
-        workspace.panels[index], workspace.runs[index], workspace.positions[index], workspace.query[index],
+        workspace.panels[index], workspace.runs[index], workspace.seen[index], workspace.query[index],
         workspace.scores[index], workspace.weights[index], workspace.states[index], workspace.stored[index],
         workspace.scales[index], workspace.rounded_query[index], workspace.rounded_weights[index],
         workspace.query_headers[index], workspace.weight_headers[index],
@@ -408,21 +409,23 @@ def attend(
     scratch = _workspace_of_thread(workspace, worker.thread)
     heads = _heads_of_a_task(kv, plan, group, workspace)
     num_tasks, states = len(plan.tasks) * -(-kv.heads // heads), scratch.states[0]
+    sees_later = len(plan.ends_seen) > 0 and (params.window > 0 or not plan.only_in_windows)
     for number in claimed(worker, phase, num_tasks):
         task = _task_of(kv, plan, heads, number)
         first_head, stop_head, sequence, first, tokens, _, _, member = task
         per_head = tokens * group
         for token in range(tokens):
             of, offset = (sequence, first + token) if member < 0 else (plan.members[member + token, 0], 0)
-            row, scratch.positions[token] = plan.first_rows[of] + offset, plan.starts[of] + offset
+            row, scratch.seen[0, token] = plan.first_rows[of] + offset, plan.starts[of] + offset
+            scratch.seen[1, token] = plan.ends_seen[row] if sees_later else plan.starts[of] + offset + 1
             for head in range(first_head, stop_head):
                 at = (head - first_head) * per_head + token * group
                 for i in range(group):
                     start = (head * group + i) * kv.key_dim
                     _take(kv.packed, query[row, start : start + kv.key_dim], scratch, at + i)
         upcoming = _first_tile(kv, plan, heads, likely_task(worker, phase, num_tasks))
-        positions = scratch.positions[:tokens]
-        _attend_task(kv, task, plan.tables[sequence], upcoming, positions, group, params, scratch)
+        seen = scratch.seen[:, :tokens]
+        _attend_task(kv, task, plan.tables[sequence], upcoming, seen, group, params, scratch)
         for i in range((stop_head - first_head) * per_head):
             token, query_head = i % per_head // group, (first_head + i // per_head) * group + i % group
             if member >= 0:

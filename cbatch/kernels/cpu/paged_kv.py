@@ -102,6 +102,7 @@ class AttentionPlan(NamedTuple):
     slots:      [T] int64 where each token goes in the cache: block * block_size + offset
     chunks:     [C + 1] int64 rows at which chunks begin: rows of one sequence that lie in the same panels, or up to 8
                 sequences with one row each
+    ends_seen, only_in_windows: see `RaggedBatch`; empty if each token sees those up to itself
     """
 
     tables: NDArray[np.int32]
@@ -114,13 +115,15 @@ class AttentionPlan(NamedTuple):
     partials: NDArray[np.float32]
     slots: NDArray[np.int64]
     chunks: NDArray[np.int64]
+    ends_seen: NDArray[np.int64]
+    only_in_windows: bool
 
 
 _NOTHING, _NO_ROWS = np.empty(0, np.int64), np.empty((0, 0), np.int64)
 
 NO_PLAN = AttentionPlan(
     np.empty((0, 0), np.int32), _NOTHING, _NOTHING, _NO_ROWS, _NO_ROWS, 0, _NO_ROWS, np.empty((0, 0, 0), np.float32),
-    _NOTHING, _NOTHING,
+    _NOTHING, _NOTHING, _NOTHING, False,
 )  # fmt: skip
 """For its types."""
 
@@ -140,14 +143,17 @@ def plan_attention(batch: RaggedBatch, block_size: int, heads: int, group: int, 
     blocks = SPLIT // block_size if SPLIT % block_size == 0 else 0
     hashed = 1 << (2 * sequences - 1).bit_length()  # a power of two, at least twice as many
     scratch = np.empty(5 * sequences + hashed, np.int64)
+    seen = _NOTHING if batch.ends_seen is None else batch.ends_seen
     num_tasks, num_merges, num_partials, most_tokens, num_chunks = _plan_tasks(
-        batch.tables, begins, ends, max_tokens, blocks, tasks, members, order, first_rows, merges, chunks, scratch
-    )
+        batch.tables, begins, ends, max_tokens, blocks, tasks, members, order, first_rows, merges, chunks, scratch,
+        seen,
+    )  # fmt: skip
     partials = np.empty((num_partials, heads, _state_size(value_dim)), np.float32)
     tasks, merges = tasks[order[:num_tasks, 0]], merges[:num_merges]
     return AttentionPlan(
-        batch.tables, begins, first_rows, tasks, members, most_tokens, merges, partials, slots, chunks[: num_chunks + 1]
-    )
+        batch.tables, begins, first_rows, tasks, members, most_tokens, merges, partials, slots,
+        chunks[: num_chunks + 1], seen, batch.only_in_windows,
+    )  # fmt: skip
 
 
 def _state_size(value_dim: int) -> int:
@@ -157,7 +163,7 @@ def _state_size(value_dim: int) -> int:
 @entry
 def _plan_tasks(
     tables: Any, begins: Any, ends: Any, max_tokens: int, blocks: int, tasks: Any, members: Any, order: Any,
-    first_rows: Any, merges: Any, chunks: Any, scratch: Any,
+    first_rows: Any, merges: Any, chunks: Any, scratch: Any, ends_seen: Any,
 ) -> tuple[int, int, int, int, int]:  # fmt: skip
     """Lists the tasks, and in `order` [N, 2] their indices and costs, the most expensive first.
 
@@ -180,7 +186,10 @@ def _plan_tasks(
         else:
             for first in range(0, tokens, max_tokens):
                 taken = min(max_tokens, tokens - first)
-                _write(tasks[num_tasks], (sequence, first, taken, 0, begin + first + taken, -1))
+                end = begin + first + taken
+                if len(ends_seen):
+                    end = ends_seen[first_rows[sequence] + first + taken - 1]
+                _write(tasks[num_tasks], (sequence, first, taken, 0, end, -1))
                 num_tasks += 1
     if num_splits:
         num_tasks = _plan_splits(
@@ -333,7 +342,7 @@ class AttentionWorkspace(NamedTuple):
 
     panels: [threads, 2, 3, TILE_TOKENS / 16] addresses in a tile, and in the next (see `_list_panels`)
     runs:   [threads, TILE_TOKENS / 16, 4] where the products of two panels find them (see `Panels`)
-    positions: [threads, rows] of the query tokens
+    seen:   [threads, 2, rows] positions of the query tokens, and how many tokens of its sequence each one sees
     query:  [threads, rows, key_dim] of `left_dtype`
     scores: [threads, BLOCK_ROWS, TILE_TOKENS] before the softmax
     weights: [threads, BLOCK_ROWS, TILE_TOKENS] after it, of `left_dtype`
@@ -347,7 +356,7 @@ class AttentionWorkspace(NamedTuple):
 
     panels: NDArray[np.int64]
     runs: NDArray[np.int64]
-    positions: NDArray[np.int64]
+    seen: NDArray[np.int64]
     query: NDArray[Any]
     scores: NDArray[np.float32]
     weights: NDArray[Any]
@@ -370,7 +379,7 @@ def new_attention_workspace(
     return AttentionWorkspace(
         empty((threads, 2, 3, TILE_TOKENS // LANES), np.int64),
         empty((threads, TILE_TOKENS // LANES, 4), np.int64),
-        empty((threads, rows), np.int64),
+        empty((threads, 2, rows), np.int64),
         empty((threads, rows, key_dim), left_dtype(dtype)),
         empty((threads, BLOCK_ROWS, TILE_TOKENS), np.float32),
         empty((threads, BLOCK_ROWS, TILE_TOKENS), left_dtype(dtype)),

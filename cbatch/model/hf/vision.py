@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Sequence
 from functools import cached_property
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -25,11 +25,11 @@ from cbatch.runtime.cpu import many_threaded
 from cbatch.text.loading import silence_libraries
 
 FAMILIES = frozenset([
-    "aya_vision", "cohere2_vision", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "got_ocr2", "idefics3", "internvl",
-    "lfm2_vl", "lighton_ocr", "llava", "llava_next", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe",
-    "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vipllava",
+    "aya_vision", "cohere2_vision", "gemma3", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "got_ocr2", "idefics3",
+    "internvl", "lfm2_vl", "lighton_ocr", "llava", "llava_next", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5",
+    "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vipllava",
 ])  # fmt: skip
-"""Types of models whose images are rows of embeddings, and nothing else: tokens see earlier ones, and are counted."""
+"""Types of models whose images are rows of embeddings."""
 
 PROCESSOR_FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "tokenizer*", "chat_template*",
                    "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model")  # fmt: skip
@@ -89,6 +89,14 @@ class Vision:
     def placeholder(self) -> int:
         """The token that the rows of an image's features replace."""
         return int(self._config.image_token_id)
+
+    @property
+    def two_way(self) -> Literal["all", "windows"] | None:
+        """In which layers tokens of an image see later ones of it, too: all, those with a window, or none."""
+        if self._config.model_type == "gemma3":
+            return "all"
+        of_text = self._config.get_text_config()
+        return "windows" if getattr(of_text, "use_bidirectional_attention", None) == "vision" else None
 
     def process(self, pixels: NDArray[np.uint8]) -> ProcessedImage:
         """An image [height, width, 3] as the model takes it. May be called by any thread."""
