@@ -32,7 +32,7 @@ from tests.support.vision_models import MAKERS, NEEDS_TORCHVISION, Reference, me
 
 pytest.importorskip("PIL", reason="images need Pillow")
 
-KINDS = sorted(MAKERS.keys() - {"gemma3"})
+KINDS = sorted(MAKERS)
 VARIED = ["idefics3", "qwen2_vl", "qwen3_5", "qwen3_vl"]
 """Those with tiles, positions of three axes, recurrent layers, and images that are added to layers."""
 
@@ -104,6 +104,14 @@ def test_chunks_of_other_sizes(kind: str, tokens: int) -> None:
     with engine_of(kind, max_batch_tokens=tokens, prefix_cache=False) as engine:
         assert outputs_of(engine) == expected(kind)
         assert images_of(engine).num_encoded == 3 and not engine.stats().num_cached_tokens
+
+
+@pytest.mark.parametrize("kind", sampled(KINDS, 2, keep=["gemma3", "qwen3_vl"]))
+def test_models_that_transformers_computes(kind: str) -> None:
+    """Guards the way beside the fast path: modules of the network give an image's rows in place of their own."""
+    with engine_of(kind, attention="reference", max_batch_tokens=40) as engine:
+        assert engine.loaded.fast_model is None
+        assert outputs_of(engine) == expected(kind)
 
 
 def shake(engine: SteppingEngine, patch: pytest.MonkeyPatch) -> None:
@@ -284,7 +292,7 @@ def test_faults_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_type_that_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the error that names the type of a model with images that are not supported; text is answered all the same."""
+    """Guards the error that names the type of a model whose images are not supported; text is answered all the same."""
     monkeypatch.setattr("cbatch.model.hf.vision.FAMILIES", frozenset())
     with engine_of("llava") as engine:
         rows = [{"messages": CHATS[name]} for name in ("one", "none")]
