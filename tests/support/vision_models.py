@@ -274,24 +274,9 @@ def _glm4v_moe() -> _Parts:
     return _glm4v("glm4v_moe", "Glm4vMoe", **experts)
 
 
-def _gemma3() -> _Parts:
-    named = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
-    tokenizer = _tokenizer(**named)
-    ids = tokenizer.convert_tokens_to_ids
-    config = transformers.Gemma3Config(
-        text_config=_text("gemma3_text", tokenizer, query_pre_attn_scalar=16, **WINDOW), mm_tokens_per_image=4,
-        vision_config={**TOWER, "model_type": "siglip_vision_model", "image_size": 32, "patch_size": 8},
-        boi_token_index=ids(named["boi_token"]), eoi_token_index=ids(named["eoi_token"]),
-        image_token_id=ids(named["image_token"]),
-    )  # fmt: skip
-    images = _images("gemma3", "Gemma3", size=_size(32, 32), image_seq_length=4)
-    return _made("gemma3", config, images, tokenizer, "<start_of_image>", image_seq_length=4)
-
-
 MAKERS: dict[str, Callable[[], _Parts]] = {
     "aya_vision": _aya_vision,
     "cohere2_vision": _cohere2_vision,
-    "gemma3": _gemma3,
     "glm46v": lambda: _glm4v("glm46v", "Glm46V"),
     "glm4v": _glm4v,
     "glm4v_moe": _glm4v_moe,
