@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,9 +45,9 @@ TOKENS, WINDOW, NEW = 36, 24, 12
 
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 TEXT = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-    "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2,
     "max_position_embeddings": 2048, "tie_word_embeddings": False,
 }  # fmt: skip
 
@@ -91,7 +91,34 @@ def make_gemma3() -> tuple[Any, Any]:
     return transformers.Gemma3ForConditionalGeneration(config), processor
 
 
-MAKERS = {"gemma3": make_gemma3}
+def make_gemma4(two_way: str | None = "vision", per_layer: int = 0) -> tuple[Any, Any]:
+    """two_way, per_layer: None, and the width of embeddings of each layer, for small ones, whose images are causal"""
+    from transformers.models.gemma4 import Gemma4ImageProcessorPil
+
+    tokenizer = make_tokenizer(
+        boi_token="<|image>", eoi_token="<image|>", image_token="<|image|>", audio_token="<|audio|>",
+        boa_token="<|audio>", eoa_token="<audio|>",
+    )  # fmt: skip
+    text = {
+        **TEXT, "vocab_size": len(tokenizer), "global_head_dim": 16, "use_bidirectional_attention": two_way,
+        "hidden_size_per_layer_input": per_layer, "vocab_size_per_layer_input": len(tokenizer),
+        "num_kv_shared_layers": 0,
+    }  # fmt: skip
+    vision = {"num_key_value_heads": 2, "head_dim": 16, "patch_size": 8, "pooling_kernel_size": 2}
+    config = transformers.Gemma4Config(
+        text_config=text, vision_config={**VISION, **vision, "position_embedding_size": 64}, audio_config=None,
+        image_token_id=tokenizer.image_token_id, boi_token_id=tokenizer.boi_token_id,
+        eoi_token_id=tokenizer.eoi_token_id, tie_word_embeddings=False,
+    )  # fmt: skip
+    processor = processor_class("gemma4")(
+        transformers.Gemma4AudioFeatureExtractor(),
+        Gemma4ImageProcessorPil(patch_size=8, max_soft_tokens=70, pooling_kernel_size=2), tokenizer, None,
+        chat_template=TEMPLATE.replace("MARKER", "<|image|>"),
+    )  # fmt: skip
+    return transformers.Gemma4ForConditionalGeneration(config), processor
+
+
+MAKERS: dict[str, Callable[..., tuple[Any, Any]]] = {"gemma3": make_gemma3, "gemma4": make_gemma4}
 
 
 def image(seed: int) -> Image.Image:
@@ -118,8 +145,8 @@ def messages_of(parts: list[str | int]) -> list[dict[str, Any]]:
 class Model:
     """A folder of a tiny model, and what transformers generates with it."""
 
-    def __init__(self, kind: str, folder: Path) -> None:
-        network, processor = MAKERS[kind]()
+    def __init__(self, kind: str, folder: Path, **options: Any) -> None:
+        network, processor = MAKERS[kind](**options)
         draw_weights(network, 3)
         network.generation_config.eos_token_id = 2
         network.save_pretrained(folder)
@@ -183,7 +210,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         {"max_batch_tokens": 41, "max_seqs": 3},
         {"max_batch_tokens": 7, "max_seqs": 4},
         {"max_batch_tokens": 50, "prefix_cache": False},
-        {"max_batch_tokens": 64, "kv_blocks": 11},
+        {"max_batch_tokens": 64, "kv_blocks": 16},
     ],
     ids=str,
 )
@@ -195,9 +222,17 @@ def test_tokens_are_those_of_transformers(model: Model, config: dict[str, Any]) 
     assert counts["preemptions"] > 0 or "kv_blocks" not in config
 
 
-def test_a_causal_mask_gives_other_tokens(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the test above against models whose masks do not matter."""
-    monkeypatch.setattr(Vision, "two_way", None)
+def test_embeddings_of_each_layer_stay_those_of_tokens(tmp_path: Path) -> None:
+    """Guards small models of Gemma 4: rows of images go into the residual stream only, and their masks are causal."""
+    model = Model("gemma4", tmp_path, two_way=None, per_layer=8)
+    assert model.generate(max_batch_tokens=50)[0] == model.expected
+
+
+@pytest.mark.parametrize("wrong", [None, "other layers"])
+def test_another_mask_gives_other_tokens(model: Model, wrong: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the test above against models whose masks do not matter: causal ones, or those of the other Gemma."""
+    swapped = "windows" if "gemma3" in model.folder else "all"
+    monkeypatch.setattr(Vision, "two_way", swapped if wrong else None)
     assert model.generate()[0] != model.expected
 
 

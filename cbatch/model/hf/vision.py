@@ -25,7 +25,7 @@ from cbatch.runtime.cpu import many_threaded
 from cbatch.text.loading import silence_libraries
 
 FAMILIES = frozenset([
-    "aya_vision", "cohere2_vision", "gemma3", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "got_ocr2", "idefics3",
+    "aya_vision", "cohere2_vision", "gemma3", "gemma4", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "got_ocr2", "idefics3",
     "internvl", "lfm2_vl", "lighton_ocr", "llava", "llava_next", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5",
     "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vipllava",
 ])  # fmt: skip
@@ -208,8 +208,21 @@ def processor_class(kind: str) -> Any:
     found = getattr(transformers, PROCESSOR_MAPPING_NAMES.get(kind, "AutoProcessor"))
     if kind not in PROCESSOR_MAPPING_NAMES or kind == "smolvlm":
         return found
-    others = [name for name in found.get_attributes() if name != "video_processor"]
-    return type(found.__name__, (found,), {"get_attributes": classmethod(lambda cls: others)})
+    names, mixin = found.get_attributes(), transformers.ProcessorMixin
+    others = [name for name in names if name != "video_processor"]
+
+    def init(self: Any, *arguments: Any, video_processor: None = None, **options: Any) -> None:
+        mixin.__init__(self, *arguments, **options)
+
+    def loaded(cls: Any, *arguments: Any, **options: Any) -> list[Any]:
+        parts = list(found._get_arguments_from_pretrained.__func__(cls, *arguments, **options))
+        if others != names:
+            parts.insert(names.index("video_processor"), None)
+        return parts
+
+    base = type("WithoutVideos", (mixin,), {"__init__": init})  # `init` of `found` calls that of `base`
+    own = {"get_attributes": classmethod(lambda cls: others), "_get_arguments_from_pretrained": classmethod(loaded)}
+    return type(found.__name__, (found, base), own)
 
 
 def vision_of(source: str, revision: str | None, device: torch.device, dtype: torch.dtype) -> Vision | str:

@@ -29,7 +29,8 @@ from cbatch.model.weight import RESIDUAL, Matrix, Weight
 
 @operation
 class Embed(Operation):
-    """target = scale * table[token ids] + positions[position + position_offset].
+    """target = scale * table[token ids] + positions[position + position_offset]; in the residual stream, rows of images
+    have the place of their tokens.
 
     first_row: of the table, of which other processes have other rows; None: it is whole
     """
@@ -64,12 +65,13 @@ class Embed(Operation):
             embed, self, floats=width, width=width, factor=self.scale,
             matrix=matrix or MatrixPlace(-1, 0), table=layout.table(self.table) if matrix is None else -1,
             positions=None if self.positions is None else layout.table(self.positions),
+            takes_images=self.target == RESIDUAL,
         )  # fmt: skip
 
     def on_device(self, plan: DevicePlan) -> Run | None:
-        found = _with_images(self._looked_up(plan))
+        found = self._looked_up(plan)
         if self.target == RESIDUAL:
-            plan.begins = found
+            plan.begins = _with_images(found)
             return None
         target = plan.written(self.target, self.table.size[1])
 
@@ -155,14 +157,14 @@ def add_image(worker: Worker, phase: int, op: Any, step: Any) -> int:
     return phase + 1
 
 
-@instruction("width table positions position_offset", "factor", target=BUFFER, matrix=MATRIX)
+@instruction("width table positions position_offset takes_images", "factor", target=BUFFER, matrix=MATRIX)
 def embed(worker: Worker, phase: int, op: Any, step: Any) -> int:
     """table: where the embedding begins among the tables; -1 if it is a packed matrix"""
     weights, ids, out = step.weights, step.inputs.ids, floats_of(step, op.target)
-    matrix, hidden = op.matrix, out.shape[1]
+    matrix, hidden, has_images = op.matrix, out.shape[1], op.takes_images and len(step.inputs.image_rows)
     for task in claimed(worker, phase, -(-len(ids) // ROWS_PER_TASK)):
         for row in range(task * ROWS_PER_TASK, min(len(ids), (task + 1) * ROWS_PER_TASK)):
-            factor, image = op.factor, step.inputs.image_rows[row] if len(step.inputs.image_rows) else -1
+            factor, image = op.factor, step.inputs.image_rows[row] if has_images else -1
             if image >= 0:
                 for i in range(hidden):
                     out[row, i] = step.inputs.images[image, i] if i < op.width else np.float32(0)
