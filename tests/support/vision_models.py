@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -210,34 +211,37 @@ QWEN_TOWER = {"hidden_size": 32, "out_hidden_size": 64, "depth": 2, "num_heads":
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
-def _grid(kind: str, name: str, tower: dict[str, Any], rope: dict[str, Any], **text: Any) -> _Parts:
-    """A model whose images are grids of patches with positions of three axes (M-RoPE).
+def _grid(
+    kind: str, name: str, tower: dict[str, Any], rope: dict[str, Any], text_kind: str = "",
+    images: tuple[str, str] = ("qwen2_vl", "Qwen2VL"), **text: Any,
+) -> _Parts:  # fmt: skip
+    """A model whose images are grids of patches, and whose positions mostly have three axes (M-RoPE).
 
-    rope: settings of the rotary embedding
+    tower:     settings of its vision tower
+    rope:      of the rotary embedding
+    text_kind: type of its language model, if that is not called after it
+    images:    module and name of its image processor
     """
-    is_glm = kind.startswith("glm")
-    begin, end = ("<|begin_of_image|>", "<|end_of_image|>") if is_glm else ("<|vision_start|>", "<|vision_end|>")
-    image, video = ("<|image|>", "<|video|>") if is_glm else ("<|image_pad|>", "<|video_pad|>")
-    named = {"image_token": image, "video_token": video}
-    others = ["<|begin_of_video|>", "<|end_of_video|>"] if is_glm else []
-    tokenizer = _tokenizer(begin, end, *others, **named)
+    begin, end, image, video = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
+    tokenizer = _tokenizer(begin, end, image_token=image, video_token=video)
     ids = tokenizer.convert_tokens_to_ids
-    marks: dict[str, Any] = {"vision_start_token_id": ids(begin), "vision_end_token_id": ids(end)}
-    if is_glm:
-        marks = {"image_start_token_id": ids(begin), "image_end_token_id": ids(end)}
-        marks |= {"video_start_token_id": ids(others[0]), "video_end_token_id": ids(others[1])}
-    rope = {"rope_type": "default", "rope_theta": 30.0, **rope}
-    text_kind = {"glm46v": "glm4v_text"}.get(kind, f"{kind}_text")
+    marks = {f"{one}_{side}_token_id": ids(token) for one in ("vision", "image", "video")
+             for side, token in (("start", begin), ("end", end))}  # fmt: skip
     config = getattr(transformers, f"{name}Config")(
-        text_config=_text(text_kind, tokenizer, rope_parameters=rope, **text), vision_config=tower,
+        text_config=_text(text_kind or f"{kind}_text", tokenizer, **_rope(rope), **text), vision_config=tower,
         image_token_id=ids(image), video_token_id=ids(video), **marks,
     )  # fmt: skip
-    sizes = {"size": {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}, "merge_size": 2}
-    if is_glm:
-        sizes["size"] = {"shortest_edge": 2 * 16 * 16, "longest_edge": 2 * 64 * 64}
-    module, made = {"glm4v": ("glm4v", "Glm4v"), "glm4v_moe": ("glm4v", "Glm4v")}.get(kind, ("glm46v", "Glm46V"))
-    images = _images(*((module, made) if is_glm else ("qwen2_vl", "Qwen2VL")), patch_size=8, **sizes)
-    return _made(kind, config, images, tokenizer, f"{begin}{image}{end}")
+    frames = 1 if images[0] == "paddleocr_vl" else 2
+    size = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}
+    if images[0].startswith("glm"):
+        size = {edge: frames * count for edge, count in size.items()}
+    made = _images(*images, patch_size=8, merge_size=2, temporal_patch_size=frames, size=size)
+    return _made(kind, config, made, tokenizer, f"{begin}{image}{end}")
+
+
+def _rope(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a rotary embedding, with a base for which each of its frequencies matters to a short text."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 30.0, **settings}}
 
 
 def _qwen2_vl() -> _Parts:
@@ -262,11 +266,10 @@ def _qwen3_5(kind: str = "qwen3_5", name: str = "Qwen3_5", **text: Any) -> _Part
     return _grid(kind, name, {**QWEN_TOWER, "num_position_embeddings": 64}, rope, **linear, **text)
 
 
-def _glm4v(kind: str = "glm4v", name: str = "Glm4v", part: float = 0.5, **text: Any) -> _Parts:
-    """part: of each head that is rotated"""
-    sections = [1, 1, 2] if part == 0.5 else [2, 3, 3]
-    rope = {"mrope_section": sections, "partial_rotary_factor": part}
-    return _grid(kind, name, {**QWEN_TOWER, "image_size": 64}, rope, **text)
+def _glm4v(kind: str = "glm4v", name: str = "Glm4v", text_kind: str = "", **text: Any) -> _Parts:
+    rope = {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
+    images = ("glm4v", "Glm4v") if kind != "glm46v" else (kind, name)
+    return _grid(kind, name, {**QWEN_TOWER, "image_size": 64}, rope, text_kind, images, **text)
 
 
 def _glm4v_moe() -> _Parts:
@@ -274,21 +277,55 @@ def _glm4v_moe() -> _Parts:
     return _glm4v("glm4v_moe", "Glm4vMoe", **experts)
 
 
+def _glm_ocr() -> _Parts:
+    tower = {**QWEN_TOWER, "image_size": 64}
+    return _grid("glm_ocr", "GlmOcr", tower, {"mrope_section": [2, 3, 3]}, images=("glm46v", "Glm46V"))
+
+
+def _paddleocr_vl() -> _Parts:
+    tower = {**TOWER, "image_size": 64, "patch_size": 8, "spatial_merge_size": 2}
+    images = ("paddleocr_vl", "PaddleOCRVL")
+    return _grid("paddleocr_vl", "PaddleOCRVL", tower, {"mrope_section": [2, 3, 3]}, images=images)
+
+
+def _exaone4_5() -> _Parts:
+    tower = {**QWEN_TOWER, "window_size": 32, "fullatt_block_indexes": [1], "num_key_value_heads": 1}
+    return _grid("exaone4_5", "Exaone4_5_", tower, {}, "exaone4", **WINDOW)
+
+
+def _kimi_k25() -> _Parts:
+    tokenizer = _tokenizer("<|media_begin|>", image_token="<|media_pad|>", video_token="<|video|>")
+    latent = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1,
+               "topk_group": 1, "first_k_dense_replace": 1}  # fmt: skip
+    text = {**_text("deepseek_v3", tokenizer, **latent, **experts), "num_key_value_heads": 4, "head_dim": 8}
+    config = transformers.Kimi_K25Config(
+        text_config=text, image_token_id=tokenizer.image_token_id, video_token_id=tokenizer.video_token_id,
+        vision_config={**TOWER, "patch_size": 8, "pos_emb_height": 8, "pos_emb_width": 8}, projection_hidden_size=32,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    images = transformers.Kimi_K25ImageProcessor(patch_size=8, max_patches=64)
+    return _made("kimi_k25", config, images, tokenizer, "<|media_begin|><|media_pad|>")
+
+
 MAKERS: dict[str, Callable[[], _Parts]] = {
     "aya_vision": _aya_vision,
     "cohere2_vision": _cohere2_vision,
-    "glm46v": lambda: _glm4v("glm46v", "Glm46V"),
+    "exaone4_5": _exaone4_5,
+    "glm46v": lambda: _glm4v("glm46v", "Glm46V", "glm4v_text"),
     "glm4v": _glm4v,
     "glm4v_moe": _glm4v_moe,
-    "glm_ocr": lambda: _glm4v("glm_ocr", "GlmOcr", 1.0),
+    "glm_ocr": _glm_ocr,
     "got_ocr2": _got_ocr2,
     "idefics3": _idefics3,
     "internvl": _internvl,
+    "kimi_k25": _kimi_k25,
     "lfm2_vl": _lfm2_vl,
     "lighton_ocr": _lighton_ocr,
     "llava": _llava,
     "llava_next": _llava_next,
     "mistral3": _mistral3,
+    "paddleocr_vl": _paddleocr_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen2_vl": _qwen2_vl,
     "qwen3_5": _qwen3_5,
@@ -299,8 +336,11 @@ MAKERS: dict[str, Callable[[], _Parts]] = {
     "vipllava": _vipllava,
 }
 
-NEEDS_TORCHVISION = frozenset(["cohere2_vision", "lfm2_vl", "mistral3", "smolvlm"])
-"""Those whose processors need it in transformers."""
+PACKAGES = {
+    **{kind: ["torchvision"] for kind in ("cohere2_vision", "kimi_k25", "lfm2_vl", "mistral3")},
+    "smolvlm": ["num2words", "torchvision"],
+}
+"""What the processors of some need in transformers."""
 
 
 def save_vision_model(folder: Path, kind: str) -> Path:
@@ -308,8 +348,13 @@ def save_vision_model(folder: Path, kind: str) -> Path:
     parts = MAKERS[kind]()
     torch.manual_seed(0)
     network = transformers.AutoModelForImageTextToText.from_config(parts.config).eval()
-    draw_weights(network)
+    draw_weights(network, 2 if kind == "kimi_k25" else 0)  # with 0 it says placeholders, which transformers blanks
     network.save_pretrained(folder)
+    if kind == "kimi_k25":
+        path = folder / "model.safetensors"
+        saved, published = "language_model.model.blocks.", "language_model.model.layers."  # see `WRONGLY_SAVED`
+        tensors = {name.replace(saved, published): tensor for name, tensor in load_file(path).items()}
+        save_file(tensors, path, {"format": "pt"})
     parts.processor.save_pretrained(folder)
     return folder
 

@@ -35,8 +35,8 @@ class Rotary:
                 first token on (LongRoPE)
     scale_beta, scale_floor: if beta is not 0, the query at a position p is multiplied by 1 + beta * log(1 +
                 floor((p + scale_shift) / scale_floor)) (Llama 4)
-    axes:       which of the three positions of a token in an image, time, row and column, turns each frequency; empty:
-                always the first. Other tokens have three equal ones (M-RoPE, Wang et al., 2024)
+    axes:       which of the three positions of a token in an image, time, row and column, turns each frequency; empty
+                if there are none. Other tokens have three equal ones (M-RoPE, Wang et al., 2024)
     """
 
     inv_freq: tuple[float, ...]
@@ -56,8 +56,7 @@ class Rotary:
         if inv_freq is None:
             inv_freq = torch.tensor(self.inv_freq, device=positions.device)
         if positions.dim() == 2:
-            axes = torch.tensor(self.axes or [0] * len(self.inv_freq), device=positions.device)
-            angles = positions[axes].T.float() * inv_freq
+            angles = positions[list(self.axes)].T.float() * inv_freq
         else:
             angles = positions[:, None].float() * inv_freq
         cosines, sines = angles.cos(), angles.sin()
