@@ -319,8 +319,10 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError("Lfm2VlImageProcessor requires the Torchvision library but it was not found.")
 
     with engine_of("idefics3") as engine:
+        monkeypatch.setattr("cbatch.model.hf.vision.find_spec", lambda name: None)
         monkeypatch.setattr("transformers.Idefics3Processor.from_pretrained", load)
         rows = [{"messages": CHATS[name]} for name in ("one", "none")]
         refused, answered = generate(engine, rows, SamplingParams(max_tokens=2))
-        assert refused.error is not None and "requires the Torchvision library" in str(refused.error)
+        assert refused.error is not None and refused.error.code == "invalid_row"
+        assert str(refused.error).endswith("processor of images cannot be loaded: it needs the package torchvision.")
         assert len(answered.token_ids) == 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from functools import cached_property
+from importlib.util import find_spec
 from threading import Lock
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.base.errors import ModelError, first_sentence
+from cbatch.base.errors import ModelError, first_sentence, invalid_row
 from cbatch.base.model_files import model_folder
 from cbatch.model.config import read_model_config
 from cbatch.model.config_classes import levels
@@ -79,11 +80,13 @@ class Vision:
 
     @cached_property
     def marker(self) -> str:
-        """The token that a chat template writes for an image. Raises ModelError if the processor cannot be loaded."""
+        """The token that a chat template writes for an image. Raises RequestError if the processor cannot be loaded."""
         try:
             return str(self._processor.image_token)
         except Exception as error:  # what is missing is named by errors of many kinds
-            raise ModelError(f"The processor of {self._source} cannot be loaded: {first_sentence(error)}") from error
+            packages = [one for one in ("num2words", "torchvision") if one in str(error).lower() and not find_spec(one)]
+            reason = f"it needs the package {packages[0]}." if packages else first_sentence(error)
+            raise invalid_row(f"the model's processor of images cannot be loaded: {reason}") from error
 
     @cached_property
     def placeholder(self) -> int:
