@@ -28,7 +28,8 @@ from cbatch.text.loading import silence_libraries
 FAMILIES = frozenset([
     "aya_vision", "cohere2_vision", "exaone4_5", "gemma3", "gemma4", "glm46v", "glm4v", "glm4v_moe", "glm_ocr",
     "got_ocr2", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "lighton_ocr", "llava", "llava_next", "mistral3",
-    "paddleocr_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vipllava",
+    "paddleocr_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
+    "vipllava",
 ])  # fmt: skip
 """Types of models whose images are rows of embeddings."""
 
