@@ -103,16 +103,7 @@ class InputProcessor:
             raise row.error
         with _locating(row, "the row cannot be read"):
             defaults = self._defaults
-            if row.given_pictures:
-                if isinstance(images := self._model.images, str):
-                    raise invalid_row(images)
-                if row.continuations or row.embed is not None:
-                    raise invalid_row(
-                        "images are taken in rows that are answered, not in those that are scored or embedded"
-                    )
-                row.pictures = [self._media.picture(given, place) for given, place in row.given_pictures]
-                row.given_pictures = ()  # which may be large
-                row.image_texts = images.texts(row.pictures)
+            self.take_pictures(row)
             effective, sampling = self._sampling(row, params)
             row.labels = self._model.labels if row.continuations else ()
             if row.continuations or row.embed is not None:
@@ -152,6 +143,17 @@ class InputProcessor:
                     limit = limits.limit_of_cache(len(row.prompt_ids), effective.max_tokens)
             row.key = self._keys.for_row(row, sampling, row.seed, "token_ids" in row.columns, limit, *embedded)
         return row
+
+    def take_pictures(self, row: Request) -> None:
+        """Reads the pictures that a row gives. Raises RequestError."""
+        if row.given_pictures:
+            if isinstance(images := self._model.images, str):
+                raise invalid_row(images)
+            if row.continuations or row.embed is not None:
+                raise invalid_row("images go with rows that are answered, not with those that are scored or embedded")
+            row.pictures = [self._media.picture(given, place) for given, place in row.given_pictures]
+            row.given_pictures = ()  # which may be large
+            row.image_texts = images.texts(row.pictures)
 
     def encode(self, request: Request) -> Request:
         """Sets a request's token ids and compiles its constraint. Raises RequestError as `request` does."""

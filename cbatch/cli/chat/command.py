@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -65,6 +66,7 @@ class ChatOptions:
     json: bool = _session(False, "Write each reply as a JSON object, without a terminal.")
     continued: bool = _session(False, "Go on with the last saved session.", names=("-c", "--continue"))
     load: str | None = _session(None, "Go on with a saved session.", metavar="NAME|FILE")
+    attach: tuple[str, ...] = _session((), "Attach a text or picture to the first message.", metavar="FILE")
     auto_trim: bool = _session(False, "Drop the oldest turns when the context is full.")
     no_history: bool = _session(False, "Save nothing of this chat to disk.")
     tools: tuple[str, ...] = tools_option()
@@ -174,6 +176,7 @@ def _run_in_terminal(options: ChatOptions) -> Literal[0]:
 def _run_in_pipe(options: ChatOptions) -> Literal[0, 1]:
     from cbatch.batch.lines import BOM, MAX_LINE_BYTES, Line, read_lines
     from cbatch.cli.chat.lines import Pipe
+    from cbatch.cli.chat.pictures import PICTURE
     from cbatch.cli.chat.session.store import SessionStore
 
     if options.replicas.are_given:
@@ -186,7 +189,12 @@ def _run_in_pipe(options: ChatOptions) -> Literal[0, 1]:
             notice("reading messages from the terminal, one per line; Ctrl-D ends the input")
     else:
         document = b"" if is_terminal else sys.stdin.buffer.read(MAX_LINE_BYTES + 1)
-        if not (question or document.removeprefix(BOM).strip(b"\r\n")):
+        if PICTURE.match(document) and not (options.continued or options.load):  # a saved session could not keep it
+            file = click.get_current_context().with_resource(tempfile.NamedTemporaryFile(prefix="cbatch-"))  # noqa: SIM115
+            file.write(document)
+            file.flush()
+            options, document = replace(options, attach=(*options.attach, file.name)), b""
+        if not (question or options.attach or document.removeprefix(BOM).strip(b"\r\n")):
             raise UserError("There is no question: stdin is empty, and none was given.")
         messages = iter([Line.of(0, document)])
     store = SessionStore(user_folder("STATE"))
@@ -252,7 +260,10 @@ def _apply_typed(options: ChatOptions, session: Session) -> None:
 
 
 def _open_session(options: ChatOptions, controller: ChatController, store: SessionStore) -> None:
-    """Opens what --continue or --load names. Raises UserError if it is not there."""
+    """Opens what --continue or --load names, and attaches what --attach does. Raises UserError if it is not there."""
+    from cbatch.cli.chat.pictures import read_attachment
+    from cbatch.cli.chat.session.files import as_path
+
     name = options.load
     if options.continued or name is not None:
         path = next((saved.path for saved in store.saved_sessions()), None) if name is None else store.lookup(name)
@@ -262,3 +273,4 @@ def _open_session(options: ChatOptions, controller: ChatController, store: Sessi
         session = store.open(path)
         _apply_typed(options, session)
         controller.open_saved(session)
+    controller.current.attached += [read_attachment(as_path(name)) for name in options.attach]

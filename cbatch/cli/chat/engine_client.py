@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cbatch.base.errors import RequestError, invalid_row
 from cbatch.base.params import DEFAULT_PARAMS, SamplingParams
 from cbatch.base.units import format_count
-from cbatch.cli.chat.session.session import Message, as_plain_text
+from cbatch.cli.chat.session.session import Attachment, Message, Turn, as_plain_text
 from cbatch.cli.common.exits import UserError
 
 if TYPE_CHECKING:
@@ -210,11 +210,9 @@ class EngineClient:
     def _encode(self, request: ReplyRequest, engine: Engine, params: SamplingParams) -> tuple[Request, int]:
         """The request as token ids. Drops as few of the oldest turns as necessary, if that is allowed: how many."""
         from cbatch.base.chat_template_options import TemplateOptions, effort_variables
-        from cbatch.base.request import Request
 
         if request.reply_prefix and params.constraint is not None:
             raise invalid_row("A constrained reply cannot be continued; /retry starts it again.")
-        processor = engine.core.input_processor()
         kwargs, tokenizer = {**self.template_kwargs, **request.template_kwargs}, engine.tokenizer
         if params.reasoning_effort is not None and tokenizer is not None:
             kwargs |= effort_variables(params.reasoning_effort, tokenizer.template_source)
@@ -222,11 +220,13 @@ class EngineClient:
 
         def encoded(num_dropped: int) -> Request:
             messages = [*request.system_messages, *chain.from_iterable(request.message_groups[num_dropped:])]
-            asked: dict[str, Any] = {"text": as_plain_text(messages) + request.reply_prefix}
-            if takes_messages(engine):
-                prefix, tools = request.reply_prefix, request.tools
-                asked = {"messages": messages, "template": template, "answer": prefix, "tools": tools}
-            return processor.encode(Request(**asked, params=params, seed=request.seed, priority=PRIORITY))
+            made = conversation(engine, messages)
+            made.params, made.seed, made.priority = params, request.seed, PRIORITY
+            if made.text is not None:
+                made.text += request.reply_prefix
+            else:
+                made.template, made.answer, made.tools = template, request.reply_prefix, request.tools
+            return engine.core.input_processor().encode(made)
 
         def fits(num_dropped: int) -> bool:
             """Whether there is room for a reply."""
@@ -257,16 +257,40 @@ class EngineClient:
         self.post(lambda: None if request.is_cancelled else callback())
 
 
+def conversation(engine: Engine, messages: Sequence[Message]) -> Request:
+    """A request with messages, or with their text for a model that takes none. Raises RequestError."""
+    from cbatch.base.request import Request, RequestDefaults
+    from cbatch.requests.rows import fill_row
+
+    made = Request()
+    if not takes_messages(engine):
+        made.text = as_plain_text(messages)
+        return made
+    fill_row(made, {"messages": [*messages]})
+    engine.core.input_processor(RequestDefaults(media_root="/")).take_pictures(made)
+    parts = chain.from_iterable(one["content"] for one in messages if isinstance(one["content"], list))
+    digests = (part["digest"] for part in parts if part["type"] == "image")
+    for picture, digest in zip(made.pictures, digests, strict=True):
+        if picture.digest() != digest:
+            raise picture.invalid("has changed since it was attached; once it is back, /retry asks again")
+    return made
+
+
 def prompt_length(engine: Engine, messages: Sequence[Message]) -> int:
     """The tokens of a conversation as the model gets it."""
-    is_chat = takes_messages(engine)
-    return len(engine.encode({"messages": messages} if is_chat else as_plain_text(messages), raw=not is_chat))
+    from cbatch.requests.input_processor import encoded_ids
+
+    return len(encoded_ids(conversation(engine, messages), engine.tokenizer))
 
 
-def num_tokens(engine: Engine, text: str) -> int:
-    """The tokens of a text; of a very long one, by those of its beginning."""
-    beginning = text[:MOST_COUNTED]
-    return len(engine.encode(beginning, raw=True)) * len(text) // max(len(beginning), 1)
+def num_tokens(engine: Engine, file: Attachment) -> int:
+    """The tokens of what is attached; of a very long text, by those of its beginning."""
+    if file.digest:
+        messages = (Turn("", attachments=attached).user_message() for attached in ([file], []))
+        with_picture, without = (prompt_length(engine, [one]) for one in messages)
+        return with_picture - without
+    beginning = file.text[:MOST_COUNTED]
+    return len(engine.encode(beginning, raw=True)) * len(file.text) // max(len(beginning), 1)
 
 
 def reply_room(engine: Engine, params: SamplingParams) -> int:

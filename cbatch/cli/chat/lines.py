@@ -132,7 +132,8 @@ class LineTerminal(FrontEnd):
     def _show_last_turn(self) -> None:
         """Prints the end of a session that the user comes to."""
         if (last := self.session.last) is not None:
-            emit(safe(f"> {last.text}\n{last.reply.text if last.reply is not None else ''}"))
+            files = "".join(f"+ {one.label}\n" for one in last.attachments if not one.is_paste)
+            emit(safe(f"> {last.text}\n{files}{last.reply.text if last.reply is not None else ''}"))
 
     def _on_ctrl_c(self) -> None:
         """Stops the reply, or says how to leave. Runs in the middle of whatever this thread does."""

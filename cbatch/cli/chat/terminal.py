@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
 import signal
 import sys
 import time
@@ -47,8 +48,9 @@ from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.commands.registry import CommandCompleter, FrontEnd, execute_line, is_message
 from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.chat.editor import Editor
+from cbatch.cli.chat.pictures import KITTY_CLEAR, graphics_of, thumbnail
 from cbatch.cli.chat.screen import STYLE, TranscriptView, status_bar
-from cbatch.cli.chat.session.session import Reply, Session, Turn, is_long_paste, pastes_in
+from cbatch.cli.chat.session.session import Attachment, Reply, Session, Turn, is_long_paste, pastes_in
 from cbatch.cli.chat.session.store import SessionStore
 from cbatch.cli.common.console import safe, without_bidi
 from cbatch.cli.common.exits import SIGNALS, UserError, raise_interrupted
@@ -121,6 +123,9 @@ class Terminal(FrontEnd):
         self._autosaved_at = time.monotonic()
         self._is_awake = self._is_loading = self._has_asked_to_leave = False
         self._undrawn_token_times: list[float] = []
+        self._graphics = graphics_of(os.environ)
+        self._thumbnail: tuple[Attachment | None, str] = None, ""
+        self._drawn = ""
         self._app: Application[None]
         self._view = TranscriptView(controller)
         self._search = SearchToolbar()
@@ -203,6 +208,27 @@ class Terminal(FrontEnd):
 
         self._app.create_background_task(run())
 
+    def attach(self, session: Session, file: Attachment) -> None:
+        super().attach(session, file)
+        if file.digest and self._graphics:
+            client = self.controller.client_of(session)
+            draw = partial(thumbnail, file, self._graphics)
+            client.compute(lambda engine: draw(), lambda made: setattr(self, "_thumbnail", (file, made)))
+
+    def _draw_thumbnail(self) -> None:
+        """Shows the last picture that was attached until its message is sent."""
+        file, wanted = self._thumbnail
+        wanted = wanted if file in self.session.attached else ""
+        if self._drawn and wanted != self._drawn:
+            self._app.output.write_raw(KITTY_CLEAR)  # which other terminals ignore
+            self._app.renderer.clear()
+            self._app.invalidate()  # and then the new one
+            wanted = ""
+        if wanted != self._drawn:
+            self._app.output.write_raw(wanted)
+            self._app.output.flush()
+        self._drawn = wanted
+
     def _make_app(self, terminal: TextIO) -> Application[None]:
         self._tty = terminal
         output = create_output(stdout=terminal)
@@ -277,6 +303,9 @@ class Terminal(FrontEnd):
                 paste = self.session.fold_paste(text)
                 self.measure(self.session, paste)
                 text = paste.name
+            if not line.text.startswith("/"):  # else it belongs to a command
+                with self._showing_errors():
+                    text = self.attach_dropped(text)
             line.buffer.insert_text(text)
 
         for keys, is_before in (("backspace", True), ("c-w", True), ("delete", False), ("c-d", False)):
@@ -408,7 +437,7 @@ class Terminal(FrontEnd):
             try:
                 execute_line(self, text)
                 self._view.begin_answer()
-            except UserError:
+            except CbatchError:
                 if is_message(text):
                     self.set_input(text)
                 raise
@@ -497,6 +526,7 @@ class Terminal(FrontEnd):
         now = time.monotonic()
         self.stats.delays.extend(now - when for when in self._undrawn_token_times)
         self._undrawn_token_times.clear()
+        self._draw_thumbnail()
 
     def _before_render(self) -> None:
         self.stats.tick()

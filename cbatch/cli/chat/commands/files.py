@@ -12,9 +12,9 @@ from cbatch.base.errors import os_errors_as
 from cbatch.base.units import format_count
 from cbatch.cli.chat.commands.registry import ALIASES, COMMANDS, FrontEnd, command, did_you_mean, parse_number
 from cbatch.cli.chat.engine_client import fitted, room_beside, takes_messages
+from cbatch.cli.chat.pictures import read_attachment
 from cbatch.cli.chat.session.export import append_row, to_markdown, to_row
-from cbatch.cli.chat.session.files import as_path, expand_names, one_name, read_text
-from cbatch.cli.chat.session.session import Attachment
+from cbatch.cli.chat.session.files import as_path, expand_names, one_name
 from cbatch.cli.chat.session.store import has_own_name, modified_at
 from cbatch.cli.common.exits import UserError
 
@@ -125,19 +125,20 @@ def _find_path(chat: FrontEnd, which: str) -> Path | None:
 
 @command("read", "[FILE …]", "files")
 def do_read(chat: FrontEnd, names: str) -> None:
-    """attach files
+    """attach files (also /attach)
 
     The model gets the files, with their names, before your next message; the screen shows their names and
-    tokens above the input line. Blanks in a name are quoted or follow a backslash. /detach takes a file away again,
-    and /fit shortens one that is too long.
-    Example: /read notes.md src/*.py
+    tokens above the input line. Models that take images get pictures, too; a picture that is dropped on the terminal is
+    attached. Blanks in a name are quoted or follow a backslash. /detach takes a file away again, and /fit shortens a
+    text that is too long.
+    Example: /read notes.md src/*.py cat.png
     """
     session = chat.session
     if not names:
         lines = [f"{number:>2}  {one.label}" for number, one in enumerate(session.attached, start=1)]
         chat.show(*(lines or ["nothing is attached; /read FILE attaches a file to your next message"]))
         return
-    for file in [Attachment(str(path), read_text(path)) for path in expand_names(names)]:
+    for file in [read_attachment(path) for path in expand_names(names)]:
         chat.attach(session, file)
 
 
@@ -164,9 +165,10 @@ def do_fit(chat: FrontEnd, _: str) -> None:
     Leaves out the middle of the longest attached text, so that the context has room for the message and a reply.
     """
     session, client = chat.session, chat.controller.client_of(chat.session)
-    if not session.attached:
-        raise UserError("Nothing is attached.")
-    longest = max(session.attached, key=lambda one: len(one.text))
+    texts = [one for one in session.attached if not one.digest]
+    if not texts:
+        raise UserError("No text is attached.")
+    longest = max(texts, key=lambda one: len(one.text))
     others = sum(one.num_tokens or 0 for one in session.attached if one is not longest)
     messages, params = session.messages_with(""), client.params(session.params)
 

@@ -22,8 +22,9 @@ from cbatch.base.errors import RequestError, os_errors_as
 from cbatch.base.params import PARAM_NAMES, PARAMS, SamplingParams
 from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.controller import ChatController
-from cbatch.cli.chat.engine_client import num_tokens, room_beside
-from cbatch.cli.chat.session.files import as_path, is_file, quoted, read_text
+from cbatch.cli.chat.engine_client import num_tokens, room_beside, takes_messages
+from cbatch.cli.chat.pictures import leading_pictures, read_attachment
+from cbatch.cli.chat.session.files import as_path, is_file, quoted
 from cbatch.cli.chat.session.session import Attachment, Session
 from cbatch.cli.chat.session.store import SessionStore, has_own_name
 from cbatch.cli.chat.shell import ShellCommand
@@ -147,12 +148,22 @@ class FrontEnd:
         return is_answer
 
     def attach(self, session: Session, file: Attachment) -> None:
-        """Attaches a text to a session's next message, in the place of one of the same name."""
+        """Attaches a file to a session's next message, in the place of one of the same name. Raises UserError."""
+        engine = self.controller.client_of(session).engine
+        if file.digest and engine is not None and (engine.loaded.vision is None or not takes_messages(engine)):
+            raise UserError(f"{engine.loaded.name} takes no images; /model NAME lets a model reply that does.")
         session.attached = [other for other in session.attached if other.name != file.name] + [file]
         self.measure(session, file)
 
+    def attach_dropped(self, line: str) -> str:
+        """Attaches the pictures whose paths a line begins with. Returns what follows them. Raises as `attach` does."""
+        dropped, rest = leading_pictures(line)
+        for path in dropped:
+            self.attach(self.session, read_attachment(path))
+        return rest
+
     def measure(self, session: Session, file: Attachment) -> None:
-        """Has the tokens of a text counted, and says at once if it does not fit."""
+        """Has the tokens of what is attached counted, and says at once if it does not fit."""
         client, messages = self.controller.client_of(session), session.messages_with("")
         params, others = client.params(session.params), [one for one in session.attached if one is not file]
 
@@ -161,11 +172,11 @@ class FrontEnd:
             room = max(room - sum(one.num_tokens or 0 for one in others), 0)
             if file.num_tokens > room:
                 way = "/fit attaches its beginning and end" if room else "/trim N makes room"
-                way = "Backspace takes it away" if file.is_paste else way
+                way = "Backspace takes it away" if file.is_paste else "/detach takes it away" if file.digest else way
                 text = f"{file.label}, does not fit: there is room for {room:,} beside a reply. {way}."
                 session.add_notice(text, is_error=True, is_passing=True)
 
-        client.compute(lambda engine: (num_tokens(engine, file.text), room_beside(engine, messages, params)), on_count)
+        client.compute(lambda engine: (num_tokens(engine, file), room_beside(engine, messages, params)), on_count)
 
     def close(self) -> None:
         """Stops all replies and the batch, and saves what is left."""
@@ -223,7 +234,7 @@ class Command:
 COMMANDS: dict[str, Command] = {}
 """In the order in which `/help` lists them."""
 
-ALIASES = {"quit": "exit", "?": "help"}
+ALIASES = {"attach": "read", "quit": "exit", "?": "help"}
 
 
 def command(name: str, usage: str = "", argument: ArgumentKind = "") -> Callable[[CommandHandler], CommandHandler]:
@@ -258,12 +269,15 @@ def files_in(message: str) -> list[Attachment]:
     """The files that a message names after an `@`. Raises UserError if one of them cannot be read."""
     names = (_ESCAPED.sub(r"\1", name) for name in _MENTION.findall(message))
     found = (one for name in names for one in (name, name.rstrip(".,;:!?)")) if is_file(one))
-    return [Attachment(name, read_text(as_path(name))) for name in dict.fromkeys(found)]
+    return [read_attachment(as_path(name)) for name in dict.fromkeys(found)]
 
 
 def execute_line(chat: FrontEnd, line: str) -> None:
     """Runs a command, or sends a message to the current session. Raises UserError if it cannot be done."""
-    if is_message(line):
+    given, line = line, chat.attach_dropped(line)
+    if not line:
+        return
+    if line != given or is_message(line):
         chat.asked = None
         message = line[1:] if line.startswith(("//", "!!")) else line
         for file in files_in(message):
@@ -320,11 +334,12 @@ class CommandCompleter(Completer):
             return
         name, space, rest = text[1:].partition(" ")
         if not space:
-            for found in COMMANDS.values():
-                if found.name.startswith(name):
-                    yield Completion(found.name, -len(name), display_meta=found.description)
-        elif name in COMMANDS:
-            yield from self._arguments(COMMANDS[name].argument, rest, complete_event)
+            for each in [*COMMANDS, *(ALIASES if name else ())]:
+                if each.startswith(name):
+                    about = COMMANDS[ALIASES.get(each, each)].description
+                    yield Completion(each, -len(name), display_meta=about)
+        elif found := COMMANDS.get(ALIASES.get(name, name)):
+            yield from self._arguments(found.argument, rest, complete_event)
 
     def _arguments(self, kind: ArgumentKind, rest: str, complete_event: CompleteEvent) -> Iterable[Completion]:
         if kind in ("file", "files"):

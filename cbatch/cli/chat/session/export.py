@@ -9,6 +9,7 @@ from typing import Any
 
 from cbatch.batch.row import format_row
 from cbatch.cli.chat.session.session import Reply, Session, as_plain_text
+from cbatch.cli.common.console import safe
 
 
 def to_markdown(session: Session, model: str) -> str:
@@ -17,7 +18,9 @@ def to_markdown(session: Session, model: str) -> str:
     if session.system:
         parts.append(f"**system**\n\n{session.system}")
     for turn in session.turns:
-        parts.append(f"**user**\n\n{turn.message}")
+        paths = (Path(one.name) for one in turn.attachments if one.digest)
+        links = (f"![{safe(path.name)}]({path.as_uri()})" for path in paths)
+        parts.append("\n\n".join(filter(None, ["**user**", *links, turn.message])))
         for use in turn.reply.uses if turn.reply is not None else ():
             parts.append(f"**tool**\n\n`{use}`\n\n{use.result}")
         if turn.reply is not None and turn.reply.text:

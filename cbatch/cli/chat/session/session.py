@@ -10,6 +10,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from cbatch.base.errors import invalid_row
 from cbatch.base.params import LOOP
 from cbatch.base.units import format_count
 
@@ -31,18 +32,23 @@ _FENCE = re.compile(r"^ {0,3}(`{3,})", re.MULTILINE)
 class Attachment:
     """A file before a message, or a paste, whose name stands for it in the message: `[pasted 1: 40 lines]`.
 
+    text:       that of the file; of a picture, its size in words
+    digest:     of the bytes of a picture, whose name is an absolute path; else empty
     num_tokens: None until the model's tokenizer is there
     """
 
     name: str
     text: str
     is_paste: bool = False
+    digest: str = ""
     num_tokens: int | None = None
 
     @property
     def label(self) -> str:
         """Its name and size, as the screen shows it."""
-        size = f"{len(self.text):,} characters" if self.num_tokens is None else f"{self.num_tokens:,} tokens"
+        size = self.text if self.digest else f"{len(self.text):,} characters"
+        if self.num_tokens is not None:
+            size = f"{size}, {self.num_tokens:,} tokens" if self.digest else f"{self.num_tokens:,} tokens"
         return f"{self.name if self.is_output else self.name.rpartition('/')[2]}, {size}"
 
     @property
@@ -267,8 +273,14 @@ class Turn:
 
     @property
     def message(self) -> str:
-        """The message that the model is shown."""
-        return compose(self.text, self.attachments)
+        """The text of the message that the model is shown."""
+        return compose(self.text, [one for one in self.attachments if not one.digest])
+
+    def user_message(self) -> Message:
+        """The message that the model is shown: if there are pictures, its parts as a row has them, these first."""
+        parts = [{"type": "image", "path": one.name, "digest": one.digest} for one in self.attachments if one.digest]
+        text = [{"type": "text", "text": self.message}] if self.message else []
+        return {"role": "user", "content": [*parts, *text] if parts else self.message}
 
     @property
     def is_undecided(self) -> bool:
@@ -314,7 +326,7 @@ class Turn:
         if reply is None or not reply.is_in_history:
             return []
         answer = [_message("assistant", reply.text)] if reply.text or not reply.rounds else []
-        return [_message("user", self.message), *round_messages(reply.rounds), *answer]
+        return [self.user_message(), *round_messages(reply.rounds), *answer]
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -431,7 +443,7 @@ class Session:
         """The messages up to that of a turn: those of each earlier turn, and the message."""
         turns = self.turns
         groups = [earlier.messages() for earlier in turns[: turns.index(turn)]]
-        return [*groups[self.dropped :], [_message("user", turn.message)]]
+        return [*groups[self.dropped :], [turn.user_message()]]
 
     def messages(self, turn: Turn) -> list[Message]:
         """The conversation up to and with the message of a turn."""
@@ -482,6 +494,8 @@ class Session:
 
 def as_plain_text(messages: Sequence[Message]) -> str:
     """A conversation for a model without a chat template: each message on a new line, its reply directly after it."""
+    if any(isinstance(message["content"], list) for message in messages):
+        raise invalid_row("this model takes no images")
     parts = [("\n" if message["role"] == "user" else "") + message["content"] for message in messages]
     return "".join(parts).removeprefix("\n")
 
