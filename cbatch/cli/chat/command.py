@@ -159,6 +159,8 @@ def _run_in_terminal(options: ChatOptions) -> Literal[0]:
             controller, store, history, background,
             is_vi=options.vi, takes_mouse=options.mouse, bell_seconds=options.bell,
         )  # fmt: skip
+    for file in controller.current.attached:  # so that it is measured and shown
+        terminal.attach(controller.current, file)
     try:
         terminal.run()
     finally:

@@ -214,6 +214,9 @@ def test_a_picture_on_the_screen(runs: ForkServer, folder: Path, tmp_path: Path)
         assert b"\x1b_Ga=d" not in chat.raw
         chat.send("well\r", "> Look: well", "+ cat.png, 640 × 480", gone="+ 1")
         chat.until(lambda: b"\x1b_Ga=d" in chat.raw, "it stays")
+    with Chat(runs, tmp_path / "state", "-m", folder, "--attach", path, env=env) as chat:
+        chat.wait("+ 1 cat.png, 640 × 480", " tokens")
+        chat.until(lambda: b"\x1b_Ga=T" in chat.raw, "no thumbnail")
 
 
 @pytest.mark.slow
