@@ -184,6 +184,11 @@ class EngineConfig:
         metavar="SIZE",
     )
     kv_blocks: int | None = _memory(None, "Exact number of blocks in the KV cache (for tests).", low=1)
+    media_cache: str = _memory(
+        "512MiB",
+        "Most memory for what the vision tower has made of images, kept for rows with the same ones.",
+        metavar="SIZE",
+    )
     state_dtype: str = _memory(
         "auto",
         "Type of recurrent states, of models that have any.",
@@ -262,7 +267,7 @@ EngineOptions = TypedDict("EngineOptions", {  # noqa: UP013
     "max_batch_tokens": int | None, "threads": int | None, "prefix_cache": bool, "attention": str,
     "deterministic": bool, "cuda_graphs": bool, "run_ahead": bool | None,
     "target_step_ms": float | Literal["auto"] | None, "speculate": int | Literal["auto", "off"], "block_size": int,
-    "kv_dtype": str, "kv_cache_memory": str | None, "kv_blocks": int | None, "state_dtype": str,
+    "kv_dtype": str, "kv_cache_memory": str | None, "kv_blocks": int | None, "media_cache": str, "state_dtype": str,
     "state_slots": int | None, "weight_cache": bool, "weight_cache_size": str | None, "weights_folder": str | None,
     "lora": Mapping[str, str] | None, "media_root": str, "allow_remote_media": bool,
 }, total=False)  # fmt: skip

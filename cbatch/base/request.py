@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -85,10 +86,12 @@ class PlacedImage(NamedTuple):
     """An image in a prompt.
 
     picture: where it comes from (`cbatch.media.Picture`)
+    digest:  of its contents
     places:  [P] int64, ascending: the numbers of the prompt's tokens that the rows of its features replace
     """
 
     picture: Any
+    digest: str
     places: Any
 
 
@@ -162,6 +165,7 @@ class Request:
     bad_words:       sequences of tokens that may not be generated
     adapter_number:  of its LoRA adapter, from 1 on; 0 for none
     position_offset: what is added to its position ids: a model may encode long sequences in another way
+    images_s:        seconds in which rows of its images were computed
     started_at:      when the first of its outputs got a slot, in seconds of `time.monotonic`
     on_event:        takes its events; None before it is submitted and after its last event
     unfinished:      numbers of the outputs whose last event has not come; empty once it is cancelled
@@ -224,6 +228,7 @@ class Request:
     bad_words: Sequence[Sequence[int]] = ()
     adapter_number: int = 0
     position_offset: int = 0
+    images_s: float = 0.0
     started_at: float | None = None
     on_event: EventCallback | None = None
     unfinished: set[int] = field(default_factory=set)
@@ -317,6 +322,8 @@ class RequestDefaults:
         """Raises RequestError for a seed or a system message of a wrong type."""
         if isinstance(self.seed, bool) or not hasattr(self.seed, "__index__"):
             raise invalid_row(f"seed must be a whole number or None, not {self.seed!r}.")
+        if self.media_root is not None:
+            object.__setattr__(self, "media_root", os.path.realpath(self.media_root))  # also for replicas elsewhere
         object.__setattr__(self, "seed", operator.index(self.seed))  # numpy has whole numbers of its own
         if not isinstance(self.system, str | None):
             raise invalid_row(f"system must be a text or None, not {type(self.system).__name__}.")

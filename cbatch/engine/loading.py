@@ -17,6 +17,7 @@ from cbatch.model.base import Model
 from cbatch.model.float8 import tell_float8
 from cbatch.model.hf.memory_check import weight_bytes
 from cbatch.model.hf.self_check import checked_model
+from cbatch.model.hf.vision import Vision
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import LoadedModel, check_adapters, load_model
 from cbatch.model.lora_files import Adapter, read_adapters
@@ -49,6 +50,8 @@ def load_runner(
             plan = replace(plan, device=devices[0], part=followers.part)
         loaded, execution, adapters = load_execution(config, plan, loaded)
         model = execution.model
+        if isinstance(loaded.vision, Vision) and is_accelerator(model.device):
+            loaded.vision.load()  # before the KV cache takes what is free
         seqs, tokens = default_step_size(model.device, model.weight_bytes)
         tokens = tokens if model.is_causal else max(tokens, context_of(config, model))
         limits = StepLimits(config.max_seqs or seqs, config.max_batch_tokens or tokens, execution.graphs)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from cbatch.base.outputs import TokenEvent
@@ -84,10 +84,14 @@ class StepLoop:
 
         Raises what the model or the device raises. The step is rolled back then, and may be tried again.
         """
+        if self._images is not None:
+            self._prepare_images(self._images)
         with span("schedule"):
             scheduled = self.scheduler.schedule()
         if scheduled.chunks:
             self._num_scheduled = scheduled.num_tokens
+        elif self._images is not None and self._in_flight is None:
+            self._images.wait()
         with self._on_device():
             try:
                 launched = self._launch(scheduled) if scheduled.chunks else None
@@ -101,6 +105,16 @@ class StepLoop:
                 raise
             if not self._overlap:
                 self._complete()
+
+    def _prepare_images(self, images: Images) -> None:
+        """Computes rows of images for the next step. Requests whose images cannot be had end with an error."""
+        scheduler, model = self.scheduler, self.runner.model
+        # On a CPU, the tower is torch's, which has all threads.
+        with span("images"), nullcontext() if model.has_own_threads else self._on_device():
+            failed = images.begin_step(scheduler.running, scheduler.waiting, scheduler.max_batch_tokens)
+        for sequence, error in failed:
+            scheduler.cancel(sequence)
+            self._events.append(sequence.fail(sequence.request.located(error)))
 
     def _drop(self, sequence: TokenSequence) -> None:
         """Removes a request; no event of it is returned any more."""
@@ -116,8 +130,7 @@ class StepLoop:
             self._masks.begin(grammar_places(scheduled))
         else:
             known_on_device = self._in_flight.in_flight_tokens
-        with span("images"):
-            images = None if self._images is None else self._images.rows(scheduled.chunks)
+        images = None if self._images is None else self._images.rows(scheduled.chunks)
         with span("build"):
             batch = RaggedBatch.build(
                 scheduled,

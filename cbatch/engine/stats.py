@@ -27,6 +27,8 @@ class EngineStats:
     num_snapshots:            recurrent states that requests with the same beginning can go on from
     num_drafted_tokens:       tokens that were drafted (`EngineConfig.speculate`)
     num_accepted_tokens:      those of them that were right
+    num_images, num_encoded_images: of requests, and those that the vision tower has computed
+    images_s:                 seconds in which it did; on a GPU, in which its work was launched
     fallback:                 sentences that say what was stepped down from on a GPU, and why
 
     Of the engine's thread:
@@ -55,6 +57,9 @@ class EngineStats:
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
     num_prefilled_tokens: int = 0
+    num_images: int = 0
+    num_encoded_images: int = 0
+    images_s: float = 0.0
 
 
 def total_stats(engines: Iterable[EngineStats], ended: Iterable[EngineStats] = ()) -> EngineStats:

@@ -17,7 +17,7 @@ from cbatch.base.errors import EngineError, ModelError, RequestError
 from cbatch.base.outputs import KnownOutput, TokenEvent
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request, RequestDefaults, ToolChoice
-from cbatch.base.units import format_bytes, format_count
+from cbatch.base.units import format_bytes, format_count, parse_memory
 from cbatch.engine.fallback import configured_execution
 from cbatch.engine.kv_cache_sizing import context_of
 from cbatch.engine.loading import load_runner
@@ -55,10 +55,6 @@ if TYPE_CHECKING:
     from cbatch.engine.kernel_checks.kernel_check import KernelCheck
 
 
-IMAGE_CACHE_BYTES = 1 << 29
-"""Of the rows of embeddings that images have become, which are kept for requests to come."""
-
-
 class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
     """A model, its paged KV cache and a scheduler, for programs that run the steps themselves.
 
@@ -87,7 +83,8 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         overlap = pins_memory(self.device) if config.run_ahead is None else config.run_ahead
         super().__init__(scheduler, runner, execution.sampler, step_time, overlap=overlap)
         if isinstance(self.loaded.vision, Vision):
-            self._images = Images(self.loaded.vision, IMAGE_CACHE_BYTES)
+            self._images = Images(self.loaded.vision, self.device, parse_memory(config.media_cache, free=0))
+            scheduler.num_ready = self._images.num_ready
         self._constraint_compiler = ConstraintCompiler(self.tokenizer, model.vocab_size) if self.tokenizer else None
         self._requests: dict[int, list[TokenSequence]] = {}
         self._owner: threading.Thread | None = None
@@ -184,7 +181,7 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
 
     def stats(self) -> EngineStats:
         """The engine's present work and its totals so far; may be called from any thread."""
-        scheduler, pool = self.scheduler, self.scheduler.pool
+        scheduler, pool, images = self.scheduler, self.scheduler.pool, self._images
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -200,6 +197,9 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
             num_drafted_tokens=scheduler.drafts.num_drafted,
             num_accepted_tokens=scheduler.drafts.num_accepted,
             fallback=self._fallback,
+            num_images=images.num_given if images is not None else 0,
+            num_encoded_images=images.num_encoded if images is not None else 0,
+            images_s=images.encoding_s if images is not None else 0.0,
         )
 
     def num_computed(self, request: Request) -> int:
@@ -298,6 +298,8 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         request.adapter_number = 1 + list(self._adapters).index(params.lora) if params.lora else 0
         is_long = len(longest) + request.max_new_tokens > (self.model.short_context or math.inf)
         request.position_offset = self.model.max_model_len if is_long else 0
+        if self._images is not None:
+            self._images.num_given += len(request.images)
         request.request_id = self._next_id
         outputs = self._requests[self._next_id] = [
             self._new_sequence(request, number) for number in range(request.num_outputs)
@@ -473,6 +475,8 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         self._check_thread()
         self._masks.close()
         self._in_flight = None
+        if self._images is not None:
+            self._images.close()
         if self._constraint_compiler is not None:
             self._constraint_compiler.close()
         with suppress(RuntimeError):  # a device that is lost has nothing to give back

@@ -1,9 +1,16 @@
-"""The images of a model's requests: what it makes of pictures, kept by their contents in bounded memory."""
+"""The images of a model's requests: what it makes of pictures, kept by their contents in bounded memory.
+
+Inputs of the vision tower are large, and rows are read far ahead. So they are kept for the requests that came first, as
+far as memory allows; those of others are made again, by threads, when their requests are among the next.
+"""
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import chain, islice
 from threading import Lock
 from typing import Any
 
@@ -12,37 +19,62 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cbatch.base.errors import RequestError, in_short
 from cbatch.base.request import ImageTexts, PlacedImage, Request
 from cbatch.media.decoding import decode
 from cbatch.media.pictures import Picture
 from cbatch.model.hf.vision import ProcessedImage, Vision
 from cbatch.runtime.batch import ImageRows
+from cbatch.runtime.memory import clear_frames, is_out_of_memory, release_memory
+from cbatch.schedule.admission import priority_key
 from cbatch.schedule.output import ScheduledChunk
+from cbatch.schedule.prefill_budget import schedule_key
+from cbatch.schedule.sequence import TokenSequence
 
-PROCESSED_BYTES = 1 << 30
-"""Of images that are processed, and not yet encoded: those of requests that wait. Others are read again in time."""
+INPUT_BYTES = 1 << 28
+"""Of the tower's inputs that are kept for requests that wait; and of those that are made before steps need them."""
+
+LAYOUT_BYTES, SMALL = 1 << 26, 1 << 12
+"""Of what stands for images in prompts, and of the largest input that says how an image is laid out."""
+
+WORKERS = 2
+"""Threads that make inputs: one decodes while the other processes."""
+
+LOOK_AHEAD = 64
+"""Waiting requests whose inputs are made before a step needs them."""
+
+STALE = 1 << 13
+"""Inputs that came before so many others are of requests that have failed: fewer rows are read ahead."""
 
 
 class _Bounded:
-    """Values by names, the least recently used of which are dropped when they take too much memory. Thread-safe."""
+    """Values by names, in bounded memory. Thread-safe.
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most, self._bytes = most_bytes, 0
-        self._held: OrderedDict[str, tuple[Any, int]] = OrderedDict()
+    What has been used least recently leaves; if it `keeps_first`, nothing else enters.
+    """
+
+    def __init__(self, most_bytes: int, *, keeps_first: bool = False) -> None:
+        self._most, self._keeps_first = most_bytes, keeps_first
+        self._bytes = self._count = 0
+        self._held: OrderedDict[str, tuple[Any, int, int]] = OrderedDict()
         self._lock = Lock()
 
     def get(self, name: str) -> Any:
         with self._lock:
-            if name not in self._held:
-                return None
-            self._held.move_to_end(name)
-            return self._held[name][0]
+            if name in self._held and not self._keeps_first:
+                self._held.move_to_end(name)
+            return self._held.get(name, (None,))[0]
 
-    def put(self, name: str, value: Any, size: int) -> None:
+    def put(self, name: str, value: Any, size: int, *, at_any_rate: bool = False) -> None:
         with self._lock:
             self._drop(name)
-            self._held[name], self._bytes = (value, size), self._bytes + size
-            while self._bytes > self._most and len(self._held) > 1:
+            while self._keeps_first and self._held and self._count - next(iter(self._held.values()))[2] > STALE:
+                self._drop(next(iter(self._held)))
+            self._count += 1
+            if self._keeps_first and self._bytes + size > self._most and not at_any_rate:
+                return
+            self._held[name], self._bytes = (value, size, self._count), self._bytes + size
+            while not self._keeps_first and self._bytes > self._most:
                 self._drop(next(iter(self._held)))
 
     def drop(self, name: str) -> None:
@@ -57,29 +89,39 @@ class _Bounded:
 class Images:
     """What a model makes of pictures: how they stand in a prompt, and rows of embeddings.
 
-    The rows are computed with the first step that needs them, on the engine's thread; all else by the caller's.
+    The rows are computed before the first step that may need them, on the engine's thread; that decodes nothing.
     """
 
-    def __init__(self, vision: Vision, most_bytes: int) -> None:
+    def __init__(self, vision: Vision, device: torch.device, most_bytes: int) -> None:
         """most_bytes: of the rows that are kept for requests to come"""
-        self._vision = vision
-        self._processed, self._features = _Bounded(PROCESSED_BYTES), _Bounded(most_bytes)
-        self.num_encoded = 0
-        """Images that the tower has computed."""
+        self._vision, self._device = vision, device
+        self._layouts, self._features = _Bounded(LAYOUT_BYTES), _Bounded(most_bytes)
+        self._inputs = _Bounded(INPUT_BYTES, keeps_first=True)
+        self._threads = ThreadPoolExecutor(WORKERS, "cbatch-images")
+        self._input_bytes = INPUT_BYTES // 16
+        """Of the latest image."""
+        self._making: dict[str, Future[RequestError | None]] = {}
+        self._ready: dict[str, Tensor] = {}
+        """The rows that the next step can have."""
+        self.num_given = self.num_encoded = 0
+        """Images of requests, and those that the tower has computed."""
+        self.encoding_s = 0.0
+        """Seconds of the engine's thread for that."""
 
     def texts(self, pictures: Iterable[Picture]) -> ImageTexts:
         """What stands for pictures in a prompt. Raises RequestError for one that cannot be read."""
-        return ImageTexts(self._vision.marker, [self._processed_of(picture).text for picture in pictures])
+        return ImageTexts(self._vision.marker, [self._layout(picture, picture.digest()).text for picture in pictures])
 
     def place(self, request: Request) -> None:
         """Says where the images of a request stand among its token ids, once these are known."""
         placeholder, start = self._vision.placeholder, 0
         places = [place for place, token in enumerate(request.prompt_ids) if token == placeholder]
-        content, images = list(request.prompt_ids), list[PlacedImage]()
+        content, images, layouts = list(request.prompt_ids), list[PlacedImage](), list[ProcessedImage]()
         for picture in request.pictures:
-            stop = start + self._processed_of(picture).num_rows
-            image = PlacedImage(picture, np.array(places[start:stop], np.int64))
-            name = int(picture.digest(), 16) << 32
+            layouts.append(self._layout(picture, digest := picture.digest()))
+            stop = start + layouts[-1].num_rows
+            image = PlacedImage(picture, digest, np.array(places[start:stop], np.int64))
+            name = int(digest, 16) << 32
             for row, place in enumerate(image.places.tolist()):
                 content[place] = name + row
             images.append(image)
@@ -89,7 +131,60 @@ class Images:
         if self._vision.two_way is not None:
             runs = np.split(np.array(places), np.flatnonzero(np.diff(places) > 1) + 1)
             request.two_way_spans = [(int(run[0]), int(run[-1]) + 1) for run in runs]
-        request.positions = self._vision.positions(request.prompt_ids, list(map(self._processed_of, request.pictures)))
+        request.positions = self._vision.positions(request.prompt_ids, layouts)
+
+    def begin_step(
+        self, running: Iterable[TokenSequence], waiting: Iterable[TokenSequence], max_tokens: int
+    ) -> list[tuple[TokenSequence, RequestError]]:
+        """Computes rows that the next step may need, about as many as it has tokens; half while requests decode.
+
+        Threads make the inputs of the next images meanwhile. Returns requests whose images cannot be had, and why.
+        """
+        prompts = [
+            one for one in running if one.request.images and one.num_computed <= one.request.images[-1].places[-1]
+        ]
+        oldest = min(prompts, key=priority_key, default=None)
+        prompts.sort(key=lambda one: (one is not oldest, schedule_key(one)))
+        tokens = rows = max_tokens
+        if any(one.is_decoding for one in running):
+            rows = -(-rows // 2)
+        before, self._ready, ahead = self._ready, {}, INPUT_BYTES
+        failed = list[tuple[TokenSequence, RequestError]]()
+        for sequence in chain(prompts, islice(waiting, LOOK_AHEAD)):
+            stop = sequence.num_computed + tokens
+            tokens = max(tokens - sequence.num_pending, 0)
+            try:
+                for image in sequence.request.images:
+                    if image.places[-1] < sequence.num_computed or image.digest in self._ready:
+                        continue
+                    found = before.get(image.digest)
+                    found = self._features.get(image.digest) if found is None else found
+                    if found is None and (inputs := self._inputs_of(image)) and image.places[0] < stop and rows > 0:
+                        found = self._encode(sequence.request, image, inputs)
+                        rows -= len(found)
+                    ahead -= self._input_bytes if found is None else 0
+                    if found is not None and image.places[0] < stop:
+                        self._ready[image.digest] = found
+            except RequestError as error:
+                failed.append((sequence, error))
+            if ahead <= 0:
+                break
+        return failed
+
+    def num_ready(self, sequence: TokenSequence, num_tokens: int) -> int:
+        """How many of its next tokens a request can compute in this step: up to an image whose rows are not there."""
+        start = sequence.num_computed
+        for image in sequence.request.images:
+            if image.places[-1] < start or image.places[0] >= start + num_tokens or image.digest in self._ready:
+                continue
+            if (found := self._features.get(image.digest)) is None:
+                return max(int(image.places[0]) - start, 0)
+            self._ready[image.digest] = found
+        return num_tokens
+
+    def wait(self) -> None:
+        """Waits, for a moment, until a thread has made inputs, if there is nothing else to do."""
+        wait([one for one in self._making.values() if not one.done()], 0.1, FIRST_COMPLETED)
 
     def rows(self, chunks: Sequence[ScheduledChunk]) -> ImageRows | None:
         """The rows of a step's chunks that images replace; None if there are none."""
@@ -100,7 +195,7 @@ class Images:
                 first, last = np.searchsorted(image.places, [chunk.start, chunk.stop])
                 if first < last:
                     places.append(image.places[first:last] - chunk.start + begin)
-                    parts.append(self._features_of(image.picture)[first:last])
+                    parts.append(self._ready[image.digest][first:last])
                     if len(spans):
                         ends.append(spans[spans[:, 0].searchsorted(image.places[first:last], "right") - 1, 1])
             begin += chunk.num_tokens
@@ -109,19 +204,68 @@ class Images:
         found, only_in_windows = np.concatenate(ends) if ends else None, self._vision.two_way == "windows"
         return ImageRows(np.concatenate(places), torch.cat(parts), None, found, only_in_windows)
 
-    def _processed_of(self, picture: Picture) -> ProcessedImage:
-        name = picture.digest()
-        found: ProcessedImage | None = self._processed.get(name)
+    def close(self) -> None:
+        """Ends the threads and frees the rows and the tower."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._ready, self._features = {}, _Bounded(0)
+        self._vision.unload()
+
+    def _layout(self, picture: Picture, digest: str) -> ProcessedImage:
+        """An image without its pixels."""
+        found: ProcessedImage | None = self._layouts.get(digest)
+        return found or self._process(picture, digest)
+
+    def _process(self, picture: Picture, digest: str, *, is_next: bool = False) -> ProcessedImage:
+        made = self._vision.process(decode(picture))
+        self._input_bytes = made.nbytes
+        if picture.digest() != digest:
+            raise picture.invalid("has changed since it was read")
+        if is_next or self._features.get(digest) is None:
+            self._inputs.put(digest, made, made.nbytes, at_any_rate=is_next)
+        small = {name: tensor for name, tensor in made.inputs.items() if tensor.nbytes <= SMALL}
+        layout = made._replace(inputs=small)
+        self._layouts.put(digest, layout, len(layout.text) + layout.nbytes + SMALL)
+        return layout
+
+    def _inputs_of(self, image: PlacedImage) -> ProcessedImage | None:
+        """The tower's inputs; None as long as a thread makes them. Raises RequestError if it could not."""
+        if (future := self._making.get(image.digest)) is not None:
+            if not future.done():
+                return None
+            del self._making[image.digest]
+            if (error := future.result()) is not None:
+                raise error
+        found: ProcessedImage | None = self._inputs.get(image.digest)
         if found is None:
-            found = self._vision.process(decode(picture))
-            self._processed.put(name, found, found.nbytes)
+            self._making[image.digest] = self._threads.submit(self._make_inputs, image)
         return found
 
-    def _features_of(self, picture: Picture) -> Tensor:
-        name = picture.digest()
-        found: Tensor | None = self._features.get(name)
-        if found is None:
-            found = self._vision.features(self._processed_of(picture))
-            self.num_encoded += 1
-            self._features.put(name, found, found.nbytes)
-        return found
+    def _make_inputs(self, image: PlacedImage) -> RequestError | None:
+        try:
+            self._process(image.picture, image.digest, is_next=True)
+        except RequestError as error:
+            return RequestError(error.code, str(error))  # without frames, which hold pixels
+        except BaseException as error:
+            return RequestError("internal_error", f"{image.picture.name} cannot be processed: {in_short(error)}")
+        return None
+
+    def _encode(self, request: Request, image: PlacedImage, inputs: ProcessedImage) -> Tensor:
+        """The rows of an image. Raises RequestError if the tower cannot compute them, or has no memory twice."""
+        started = time.perf_counter()
+        for is_last in (False, True):
+            try:
+                rows = self._vision.features(inputs)
+                break
+            except Exception as error:
+                problem, is_final = in_short(error), is_last or not is_out_of_memory(error)
+                clear_frames(error)
+            if is_final:
+                self._inputs.drop(image.digest)
+                raise RequestError("internal_error", f"{image.picture.name} cannot be encoded: {problem}")
+            release_memory(self._device)
+        self._inputs.drop(image.digest)
+        self._features.put(image.digest, rows, rows.nbytes)
+        seconds = time.perf_counter() - started
+        self.num_encoded, self.encoding_s = self.num_encoded + 1, self.encoding_s + seconds
+        request.images_s += seconds
+        return rows

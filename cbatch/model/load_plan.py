@@ -81,7 +81,7 @@ class LoadPlan:
         if not is_accelerator(device):
             require_compiler()
         check_attention(config.attention, device, config.block_size)
-        for size in (config.kv_cache_memory, config.weight_cache_size):
+        for size in (config.kv_cache_memory, config.weight_cache_size, config.media_cache):
             if size is not None:
                 parse_memory(size, free=0)
         fast = has_fast_path(config.attention, device, config.block_size)

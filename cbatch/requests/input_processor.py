@@ -147,13 +147,12 @@ class InputProcessor:
     def take_pictures(self, row: Request) -> None:
         """Reads the pictures that a row gives. Raises RequestError."""
         if row.given_pictures:
-            if isinstance(images := self._model.images, str):
-                raise invalid_row(images)
+            if isinstance(self._model.images, str):
+                raise invalid_row(self._model.images)
             if row.continuations or row.embed is not None:
                 raise invalid_row("images go with rows that are answered, not with those that are scored or embedded")
             row.pictures = [self._media.picture(given, place) for given, place in row.given_pictures]
             row.given_pictures = ()  # which may be large
-            row.image_texts = images.texts(row.pictures)
 
     def encode(self, request: Request) -> Request:
         """Sets a request's token ids and compiles its constraint. Raises RequestError as `request` does."""
@@ -209,6 +208,8 @@ class InputProcessor:
     def _fitting_ids(self, request: Request) -> Sequence[int]:
         """The token ids of a prompt, cut if it asks for that. Raises RequestError as `encoded_ids`."""
         tokenizer, context, asked = self._tokenizer, self.limits.context, request.params.truncate_prompt
+        if request.pictures and request.image_texts is None and isinstance(self._model.images, Images):
+            request.image_texts = self._model.images.texts(request.pictures)
         try:
             ids = encoded_ids(request, tokenizer, context)
         except RequestError as error:

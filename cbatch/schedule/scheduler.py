@@ -26,7 +26,7 @@ import sys
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Literal
 
@@ -78,6 +78,8 @@ class Scheduler:
         self.prefix_cache, self._max_scored, self._whole_prompts = prefix_cache, max_scored, whole_prompts
         self._admission = AdmissionPolicy(pool, self.sequence_limits)
         self._limits = self.max_batch_tokens, self.max_seqs
+        self.num_ready: Callable[[TokenSequence, int], int] = lambda sequence, num_tokens: num_tokens
+        """How many of its next tokens a request with images can compute, as far as their rows are there."""
         self.prefill_limit: int | None = None
         """Most prompt tokens in a step beside decoding requests that are as urgent; None for no limit."""
         self.waiting: list[TokenSequence] = []
@@ -164,6 +166,8 @@ class Scheduler:
                     continue  # by this step, so that the next one can copy it
                 ahead = sequence.num_shared - sequence.num_computed if source is not None else 0
                 allowed = prompts.allow_spans(sequence, prompts.allow_scores(sequence, allowed + ahead)) - ahead
+            if sequence.is_running and sequence.request.images:
+                allowed = states.allowed(sequence, self.num_ready(sequence, allowed))
             if sequence.is_running and allowed > 0:
                 if source is not None:
                     self._set_cached(sequence, sequence.num_shared)

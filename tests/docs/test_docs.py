@@ -261,7 +261,7 @@ def test_every_figure_and_chat_command_is_documented(page: str, names: dict[str,
 def test_every_thread_is_documented() -> None:
     """Guards against a thread that the architecture page does not know."""
     started = {name.rstrip("-") for name in re.findall(r'name=f?"(cbatch-[a-z-]+)', sources("cbatch"))}
-    started |= set(re.findall(r'ThreadPoolExecutor\(1, "(cbatch-\w+)"', sources("cbatch")))
+    started |= set(re.findall(r'ThreadPoolExecutor\(\w+, "(cbatch-\w+)"', sources("cbatch")))
     documented = {name.removesuffix("-N") for name in rows_of_tables(ROOT / "docs" / "architecture.md")}
     assert {"cbatch-engine", "cbatch-cpu"} <= started
     assert started - documented == set()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from importlib.util import find_spec
 from threading import Lock
@@ -128,6 +129,15 @@ class Vision:
         known = inspect.signature(self._skeleton.get_rope_index).parameters
         found, _ = self._skeleton.get_rope_index(ids, **{name: one for name, one in given.items() if name in known})
         return np.asarray(found[-3:, 0].numpy(), np.int64)
+
+    def load(self) -> None:
+        """Loads the tower now, if that works; else each image will say why not."""
+        with suppress(Exception):
+            _ = self._tower
+
+    def unload(self) -> None:
+        """Frees the tower."""
+        self.__dict__.pop("_tower", None)
 
     def features(self, image: ProcessedImage) -> Tensor:
         """[num_rows, columns] rows that replace the placeholders of an image (see `ImageRows`)."""
