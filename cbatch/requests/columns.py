@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 Fields = Mapping[str, Any]
 
-OF_THE_MOMENT = ("cached_tokens", "ttft_s", "elapsed_s", "from_cache")
-"""Fields that no two runs have alike: those of `timings`, of which the last is only there if it is true."""
+OF_THE_MOMENT = ("cached_tokens", "ttft_s", "elapsed_s", "from_cache", "images_s")
+"""Fields that no two runs have alike: those of `timings`, of which the last two are only there if there is reason."""
 
 
 DROPPED = "dropped_prompt_tokens"
@@ -43,7 +43,8 @@ def _timings(completion: Completion) -> Fields:
     timing = completion.timing
     first, taken = timing.first_token_at, timing.taken_at
     ttft_s = rounded_s(first - taken) if first is not None else None
-    values = (completion.usage.cached_tokens, ttft_s, rounded_s(timing.finished_at - taken), completion.from_cache)
+    elapsed_s, images_s = rounded_s(timing.finished_at - taken), rounded_s(completion.images_s) or False
+    values = (completion.usage.cached_tokens, ttft_s, elapsed_s, completion.from_cache, images_s)
     return {name: value for name, value in zip(OF_THE_MOMENT, values, strict=True) if value is not False}
 
 

@@ -163,6 +163,7 @@ class Completion(Mapping[str, Any]):
     key:             hash of all that decides the result
     extra:           columns of the row that were carried along
     timing:          when it was taken, got its first token, and was finished
+    images_s:        seconds in which the vision tower computed its images
     tool_messages:   what the model called before, and the results, as messages in OpenAI's form
     validation:      whether the answer is good (`valid`), the number of `tries`, the `errors` of those that were not,
                      and, if none was good, the `text` of the last; None if nothing was validated
@@ -205,7 +206,7 @@ class Completion(Mapping[str, Any]):
         if error is not None:  # whoever keeps the result shall not keep the frames, which hold the engine
             error.__traceback__ = error.__cause__ = error.__context__ = None
         self.prompt_logprobs = prompt_logprobs
-        self.timing = timing or Timing()
+        self.timing, self.images_s = timing or Timing(), request.images_s
         self.tool_messages: Sequence[Mapping[str, Any]] = ()
         self.validation: dict[str, Any] | None = None
         self.is_last_try = False

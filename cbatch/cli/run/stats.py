@@ -198,6 +198,11 @@ class RunStats:
             "preemptions": engines.num_preemptions,
             "drafted_tokens": engines.num_drafted_tokens,
             "accepted_tokens": engines.num_accepted_tokens,
+            "images": {
+                "given": engines.num_images,
+                "encoded": engines.num_encoded_images,
+                "seconds": rounded_s(engines.images_s),
+            },
             "fallback": engines.fallback,
             **{
                 name: {rank: rounded_s(value) if value is not None else None for rank, value in times.items()}

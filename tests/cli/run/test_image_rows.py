@@ -1,0 +1,87 @@
+"""`cbatch run` on rows with images: replicas, resuming, reports and figures."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch.api import Engine
+from cbatch.base.config import EngineConfig
+from cbatch.cli.common import loading
+from tests.support.command import Command
+from tests.support.image_model import save_image_model, save_picture
+from tests.support.in_process_replicas import InProcessLauncher
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_image_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def command(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    monkeypatch.chdir(tmp_path)
+    made = Command(tmp_path, model, rows(tmp_path))
+    made.printed = capfd
+    made.options += ("--max-tokens", "4", "-q")
+    return made
+
+
+def rows(folder: Path) -> list[Any]:
+    """Rows with one of three pictures each, some with its bytes, and one without."""
+    for number in range(3):
+        save_picture(folder / f"{number}.png", number)
+    data = base64.b64encode((folder / "0.png").read_bytes()).decode()
+    names = ["0.png", "1.png", f"data:image/png;base64,{data}", "2.png", "1.png"]
+    parts = [[{"type": "image_url", "image_url": {"url": name}}, {"type": "text", "text": "?"}] for name in names]
+    return [{"messages": [{"role": "user", "content": part}]} for part in (*parts, "no picture")]
+
+
+def test_replicas_give_the_same_bytes(command: Command, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards rows with images on their way to other processes: they travel as paths and bytes."""
+    assert command() == 0
+    whole = command.data
+    with Engine(str(model), dtype="float32", device="cpu") as engine:
+
+        def make(options: Any, config: EngineConfig) -> InProcessLauncher:
+            return InProcessLauncher(engine, options.wanted, deaths={1: 1})
+
+        monkeypatch.setattr(loading, "make_launcher", make)
+        assert command("--replicas", "2", "--overwrite") == 0 and command.data == whole
+        assert engine.stats().num_images >= 5
+
+
+def test_a_picture_that_changed_is_run_again(command: Command) -> None:
+    """Guards keys: a row depends on the contents of its pictures, and not on where they are or when they changed."""
+    assert command() == 0
+    before = command.rows()
+    Path("1.png").touch()
+    assert command("--resume") == 0 and command.figures()["rows_kept"] == 6
+    assert command.figures()["images"] == {"given": 0, "encoded": 0, "seconds": 0.0}
+    save_picture(Path("1.png"), 9)
+    assert command("--resume") == 2
+    assert command("--resume", "--recompute-changed") == 0
+    assert (command.figures()["rows"], command.figures()["rows_kept"]) == (2, 4)
+    after = command.rows()
+    assert [one["key"] != other["key"] for one, other in zip(before, after, strict=True)] == [
+        index in (1, 4) for index in range(6)
+    ]
+    Path("1.png").unlink()
+    assert command("--resume", "--recompute-changed") == 1
+    assert [row["index"] for row in command.rows() if "error" in row] == [1, 4]
+
+
+def test_reports_and_figures_count_images(command: Command) -> None:
+    """Guards the tokens of images in --check and its estimate, images in --stats, and the time in --timings."""
+    assert command("--check", "--estimate") == 0
+    report = command.report()
+    assert report["prompt_tokens"]["total"] > 5 * 16 and report["prompt_tokens"]["max"] > 30
+    assert report["estimate"]["trial"]["rows"] == 6
+    assert command("--timings", "--overwrite", "--no-prefix-cache") == 0
+    images, shown = command.figures()["images"], [row.get("images_s", 0) for row in command.rows()]
+    assert (images["given"], images["encoded"]) == (5, 3) and images["seconds"] > 0
+    assert sum(shown) == pytest.approx(images["seconds"], abs=1e-4) and shown[5] == 0
+    assert command("--media-cache", "much", "--overwrite") == 2
