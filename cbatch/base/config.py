@@ -184,11 +184,7 @@ class EngineConfig:
         metavar="SIZE",
     )
     kv_blocks: int | None = _memory(None, "Exact number of blocks in the KV cache (for tests).", low=1)
-    media_cache: str = _memory(
-        "512MiB",
-        "Most memory for what the vision tower has made of images, kept for rows with the same ones.",
-        metavar="SIZE",
-    )
+    media_cache: str = _memory("512MiB", "Size of the cache of what the vision tower made of images.", metavar="SIZE")
     state_dtype: str = _memory(
         "auto",
         "Type of recurrent states, of models that have any.",

@@ -119,7 +119,8 @@ class Images:
         content, images, layouts = list(request.prompt_ids), list[PlacedImage](), list[ProcessedImage]()
         for picture in request.pictures:
             layouts.append(self._layout(picture, digest := picture.digest()))
-            stop = start + layouts[-1].num_rows
+            if (stop := start + layouts[-1].num_rows) == start:
+                raise picture.invalid("stands for no token of this model")
             image = PlacedImage(picture, digest, np.array(places[start:stop], np.int64))
             name = int(digest, 16) << 32
             for row, place in enumerate(image.places.tolist()):
@@ -222,8 +223,7 @@ class Images:
             raise picture.invalid("has changed since it was read")
         if is_next or self._features.get(digest) is None:
             self._inputs.put(digest, made, made.nbytes, at_any_rate=is_next)
-        small = {name: tensor for name, tensor in made.inputs.items() if tensor.nbytes <= SMALL}
-        layout = made._replace(inputs=small)
+        layout = made._replace(inputs={name: one for name, one in made.inputs.items() if one.nbytes <= SMALL})
         self._layouts.put(digest, layout, len(layout.text) + layout.nbytes + SMALL)
         return layout
 

@@ -56,7 +56,7 @@ def ask(engine: SteppingEngine, *pictures: int, text: str = "?", tokens: int = 6
     given = [(f"{number}.png", f"image {place}") for place, number in enumerate(pictures, start=1)]
     request = Request(messages=[{"role": "user", "content": content if pictures else text}], given_pictures=given)
     made = engine.input_processor().process(request, bytes, SamplingParams(max_tokens=tokens, ignore_eos=True))
-    assert isinstance(made, Request), made.error
+    assert isinstance(made, Request), str(made.error)
     engine.add_request(made)
     return made
 
@@ -242,3 +242,14 @@ def test_equal_images_are_computed_once(make_engine: Callable[..., SteppingEngin
         assert images.num_encoded == encoded
         stats = engine.stats()
         assert (stats.num_images, stats.num_encoded_images) == (4, encoded) and stats.images_s > 0
+
+
+def test_an_image_without_tokens_is_an_error(
+    make_engine: Callable[..., SteppingEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the step of other requests, and an answer that would not be about the picture."""
+    _, vision = parts(engine := make_engine())
+    process = vision.process
+    monkeypatch.setattr(vision, "process", lambda pixels: process(pixels)._replace(text="", num_rows=0))
+    with pytest.raises(AssertionError, match=r"image 1 \(1.png\) stands for no token of this model"):
+        ask(engine, 1)
