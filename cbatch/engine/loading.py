@@ -9,6 +9,7 @@ import torch
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
+from cbatch.base.units import parse_memory
 from cbatch.engine.fallback import choose_execution
 from cbatch.engine.followers import Followers
 from cbatch.engine.kv_cache_sizing import CacheSize, context_of, default_step_size, make_runner, measure_cache
@@ -50,12 +51,15 @@ def load_runner(
             plan = replace(plan, device=devices[0], part=followers.part)
         loaded, execution, adapters = load_execution(config, plan, loaded)
         model = execution.model
-        if isinstance(loaded.vision, Vision) and is_accelerator(model.device):
-            loaded.vision.load()  # before the KV cache takes what is free
+        for_images = None
+        if isinstance(loaded.vision, Vision) and is_accelerator(model.device):  # before the KV cache takes what is free
+            loaded.vision.load()
+            for_images = torch.empty(parse_memory(config.media_cache, free=0), dtype=torch.uint8, device=model.device)
         seqs, tokens = default_step_size(model.device, model.weight_bytes)
         tokens = tokens if model.is_causal else max(tokens, context_of(config, model))
         limits = StepLimits(config.max_seqs or seqs, config.max_batch_tokens or tokens, execution.graphs)
         measured = measure_cache(config, execution, limits, len(devices))
+        del for_images
         if followers is not None:
             limits, size = followers.agree(limits, measured.size)
             measured, group = measured._replace(size=CacheSize(*size)), followers.form(limits, size)

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import chain, islice
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,7 @@ class _Bounded:
         self._most, self._keeps_first = most_bytes, keeps_first
         self._bytes = self._count = 0
         self._held: OrderedDict[str, tuple[Any, int, int]] = OrderedDict()
-        self._lock = Lock()
+        self._lock = RLock()
 
     def get(self, name: str) -> Any:
         with self._lock:
@@ -67,23 +67,20 @@ class _Bounded:
 
     def put(self, name: str, value: Any, size: int, *, at_any_rate: bool = False) -> None:
         with self._lock:
-            self._drop(name)
+            self.drop(name)
             while self._keeps_first and self._held and self._count - next(iter(self._held.values()))[2] > STALE:
-                self._drop(next(iter(self._held)))
+                self.drop(next(iter(self._held)))
             self._count += 1
             if self._keeps_first and self._bytes + size > self._most and not at_any_rate:
                 return
             self._held[name], self._bytes = (value, size, self._count), self._bytes + size
             while not self._keeps_first and self._bytes > self._most:
-                self._drop(next(iter(self._held)))
+                self.drop(next(iter(self._held)))
 
     def drop(self, name: str) -> None:
         with self._lock:
-            self._drop(name)
-
-    def _drop(self, name: str) -> None:
-        if name in self._held:
-            self._bytes -= self._held.pop(name)[1]
+            if name in self._held:
+                self._bytes -= self._held.pop(name)[1]
 
 
 class Images:

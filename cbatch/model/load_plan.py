@@ -84,6 +84,8 @@ class LoadPlan:
         for size in (config.kv_cache_memory, config.weight_cache_size, config.media_cache):
             if size is not None:
                 parse_memory(size, free=0)
+        if "%" in config.media_cache:
+            raise ConfigError("--media-cache is an amount of memory, such as 512MiB, and no share.")
         fast = has_fast_path(config.attention, device, config.block_size)
         quantize = check_quantize(config.quantize, config.activations, fast=fast)
         return cls(

@@ -12,11 +12,14 @@ import pytest
 import torch
 
 from cbatch.base.config import EngineConfig
+from cbatch.base.errors import ConfigError
 from cbatch.base.outputs import TokenEvent
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
+from cbatch.engine import loading
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model import images as images_module
+from cbatch.model.hf.vision import Vision
 from tests.support.image_model import save_image_model, save_picture
 
 pytestmark = pytest.mark.usefixtures("in_folder")
@@ -253,3 +256,27 @@ def test_an_image_without_tokens_is_an_error(
     monkeypatch.setattr(vision, "process", lambda pixels: process(pixels)._replace(text="", num_rows=0))
     with pytest.raises(AssertionError, match=r"image 1 \(1.png\) stands for no token of this model"):
         ask(engine, 1)
+
+
+def test_the_tower_comes_before_the_cache(
+    make_engine: Callable[..., SteppingEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the memory of a GPU, of which the KV cache takes nearly all that is free."""
+    empty, measure, seen = torch.empty, loading.measure_cache, list[Any]()
+
+    def measured(*arguments: Any) -> Any:
+        seen.append("measured")
+        return measure(*arguments)
+
+    def made(size: Any, *arguments: Any, **options: Any) -> Any:
+        seen.extend([size] if size == 12345 else [])
+        return empty(size, *arguments, **options)
+
+    monkeypatch.setattr(loading, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(loading, "measure_cache", measured)
+    monkeypatch.setattr(torch, "empty", made)
+    monkeypatch.setattr(Vision, "load", lambda vision: seen.append("loaded"))
+    make_engine(media_cache="12345")
+    assert seen == ["loaded", 12345, "measured"]
+    with pytest.raises(ConfigError, match=r"--media-cache is an amount of memory"):
+        make_engine(media_cache="50%")
