@@ -154,6 +154,11 @@ class InputProcessor:
             row.pictures = [self._media.picture(given, place) for given, place in row.given_pictures]
             row.given_pictures = ()  # which may be large
 
+    def set_image_texts(self, request: Request) -> None:
+        """Sets what stands for the pictures of a request in its prompt, which decodes them. Raises RequestError."""
+        if request.pictures and request.image_texts is None and isinstance(self._model.images, Images):
+            request.image_texts = self._model.images.texts(request.pictures)
+
     def encode(self, request: Request) -> Request:
         """Sets a request's token ids and compiles its constraint. Raises RequestError as `request` does."""
         with _locating(request, "the prompt cannot be encoded"):
@@ -208,8 +213,7 @@ class InputProcessor:
     def _fitting_ids(self, request: Request) -> Sequence[int]:
         """The token ids of a prompt, cut if it asks for that. Raises RequestError as `encoded_ids`."""
         tokenizer, context, asked = self._tokenizer, self.limits.context, request.params.truncate_prompt
-        if request.pictures and request.image_texts is None and isinstance(self._model.images, Images):
-            request.image_texts = self._model.images.texts(request.pictures)
+        self.set_image_texts(request)
         try:
             ids = encoded_ids(request, tokenizer, context)
         except RequestError as error:

@@ -141,9 +141,8 @@ def test_preempted_requests(kind: str, prefix_cache: bool, monkeypatch: pytest.M
 
 def test_features_that_were_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a bounded cache: what was dropped from it is read, processed and encoded again."""
-    monkeypatch.setattr("cbatch.engine.stepping_engine.IMAGE_CACHE_BYTES", 1)
-    monkeypatch.setattr("cbatch.model.images.PROCESSED_BYTES", 1)
-    with engine_of("qwen2_vl", max_batch_tokens=17, prefix_cache=False) as engine:
+    monkeypatch.setattr("cbatch.model.images.INPUT_BYTES", 1)
+    with engine_of("qwen2_vl", max_batch_tokens=17, prefix_cache=False, media_cache="0") as engine:
         assert outputs_of(engine) == expected("qwen2_vl")
         assert images_of(engine).num_encoded > 3
 

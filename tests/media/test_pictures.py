@@ -22,6 +22,7 @@ from cbatch.batch.lines import Line, parse_line
 from cbatch.media import pictures
 from cbatch.media.decoding import decode
 from cbatch.media.pictures import MediaSources, Picture
+from cbatch.model.hf.vision import NO_IMAGES
 from cbatch.model.images import Images
 from cbatch.requests.input_processor import InputProcessor, ModelInfo
 from cbatch.requests.prompts import read_prompt
@@ -52,7 +53,7 @@ def inputs(folder: Path, *, takes_images: bool = True, **defaults: Any) -> Input
         limits=SequenceLimits(1024, 1024),
         fingerprint="model",
         compile=lambda params, tools, choice: None,
-        images=cast(Images, Undecoded()) if takes_images else None,
+        images=cast(Images, Undecoded()) if takes_images else NO_IMAGES,
     )
     return InputProcessor(model, RequestDefaults(media_root=str(folder), **defaults))
 

@@ -280,7 +280,9 @@ def prompt_length(engine: Engine, messages: Sequence[Message]) -> int:
     """The tokens of a conversation as the model gets it."""
     from cbatch.requests.input_processor import encoded_ids
 
-    return len(encoded_ids(conversation(engine, messages), engine.tokenizer))
+    request = conversation(engine, messages)
+    engine.core.input_processor().set_image_texts(request)
+    return len(encoded_ids(request, engine.tokenizer))
 
 
 def num_tokens(engine: Engine, file: Attachment) -> int:
