@@ -10,7 +10,7 @@ from torch import Tensor
 from cbatch.attention.base import AttendOptions
 from cbatch.attention.reference import ReferenceAttention, ReferenceMetadata
 from cbatch.kernels.triton.attention_decode import DecodeGrid, DecodeTuning, attend_decode
-from cbatch.kernels.triton.attention_metadata import NONE, AttentionMetadata, StepBuffers, build_metadata
+from cbatch.kernels.triton.attention_metadata import AttentionMetadata, StepBuffers, build_metadata
 from cbatch.kernels.triton.attention_prefill import PrefillTuning, attend_prefill
 from cbatch.kernels.triton.attention_tile import Partials, attend_arguments, combine, store_kv
 from cbatch.kernels.triton.occupancy import DeviceLimits, device_limits
@@ -66,10 +66,9 @@ class TritonAttention:
         return (layer.heads, block_size, layer.key_dim), (layer.heads, block_size, layer.value_dim)
 
     def prepare(self, batch: RaggedBatch, block_size: int) -> AttentionMetadata | ReferenceMetadata:
-        return self._metadata(batch) if batch.ends_seen is None else self._reference.prepare(batch, block_size)
-
-    def _metadata(self, batch: RaggedBatch, without: slice = NONE) -> AttentionMetadata:
-        return build_metadata(batch, self.decode.split, whole=self.batch_invariant, without=without)
+        if batch.ends_seen is not None:
+            return self._reference.prepare(batch, block_size)
+        return build_metadata(batch, self.decode.split, whole=self.batch_invariant)
 
     def graph_buffers(
         self,

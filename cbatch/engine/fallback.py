@@ -9,8 +9,6 @@ captured. If anything else does, the engine steps down from it:
 3. the operations of a layer by torch, and attention by Triton;
 4. attention by torch too (the reference).
 
-If FlashInfer is installed, agrees, and takes less time for a long chunk of a prompt, it computes those.
-
 Sampling falls back to torch on its own. A model of transformers uses only the attention kernels: if these fail, it
 takes the reference. Its steps are captured if its code allows that.
 """
@@ -50,7 +48,7 @@ def choose_execution(config: EngineConfig, model: Model) -> Execution:
     """
     chosen = configured_execution(config, model)
     if is_accelerator(model.device):  # on a CPU, checks would take much of the start
-        chosen = _with_flash(_step_down(chosen, config), config)
+        chosen = _step_down(chosen, config)
     if chosen.fallback:
         _log.warning("%s", chosen.fallback)
     if config.deterministic:
@@ -140,26 +138,6 @@ def _step_down(best: Execution, config: EngineConfig) -> Execution:
     if reason and config.attention == "auto":
         sentences.insert(0, f"{_consequence(best, chosen)} on {device}: {reason}")
     return replace(chosen, fallback=" ".join(sentences))
-
-
-def _with_flash(chosen: Execution, config: EngineConfig) -> Execution:
-    """The execution with FlashInfer for long chunks, if it is there, agrees, and is faster."""
-    if chosen.attention.name != "triton" or config.attention != "auto":
-        return chosen
-    from cbatch.attention.flash import with_flash
-    from cbatch.engine.kernel_checks.all_checks import ModelChecks
-    from cbatch.engine.kernel_checks.attention import LONG_CHUNKS
-
-    attention = with_flash(chosen.attention)
-    if attention is None:
-        return chosen
-    candidate = replace(chosen, attention=attention)
-    with_it, without = (ModelChecks(one, config.block_size).of_attention for one in (candidate, chosen))
-    if reason := _first_problem(with_it.run(LONG_CHUNKS)):
-        sentence = f"FlashInfer is not used on {chosen.model.device}: {reason}"
-        return replace(chosen, fallback=f"{chosen.fallback} {sentence}".strip())
-    is_faster = attention.is_used and with_it.prefill_seconds() < without.prefill_seconds()
-    return candidate if is_faster else chosen
 
 
 def _consequence(best: Execution, chosen: Execution) -> str:

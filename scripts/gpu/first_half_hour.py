@@ -214,7 +214,7 @@ def missing_packages() -> list[str]:
 
 def versions() -> str:
     shown = [f"Python {sys.version.partition(' ')[0]}"]
-    for name in ("torch", "triton", "transformers", "numba", "pytest", "flashinfer-python"):
+    for name in ("torch", "triton", "transformers", "numba", "pytest"):
         with contextlib.suppress(PackageNotFoundError):
             shown.append(f"{name} {version(name)}")
     return ", ".join(shown)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Unpack
@@ -27,7 +26,6 @@ from cbatch.engine.kernel_checks.made_up_steps import draw, empty_cache, num_blo
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.device import is_accelerator
 from cbatch.runtime.kv_cache import U8, U8_SCALE_BYTES, LayerShape, as_numbers
-from cbatch.runtime.transfer import computing_on, synchronize
 
 CHUNKS = {
     "decode attention": [(0, 1), (16, 17), (299, 300), (1099, 1100)],
@@ -36,9 +34,6 @@ CHUNKS = {
 }
 """The first token and the end of each chunk of a step. They begin and end within blocks, tiles and splits."""
 
-LONG_CHUNKS = {"FlashInfer's prefill attention": [(0, 200), (16, 17), (1100, 1300), (40, 44)]}
-"""Chunks that are long enough for FlashInfer, with a decode row between them and a short chunk behind them."""
-
 CAPTURED_STEPS = [(1100, 1101), (9000, 9001), (16, 17)], [(1100, 1101), (8999, 9001), (16, 17), (1110, 1130)]
 """The chunks of two steps that are captured: decoding alone, and a mix with short and longer chunks.
 
@@ -46,9 +41,6 @@ Each has sequences of several splits, and one of so many that merging them takes
 """
 
 _SPARE_TOKENS = 3
-_TIMED_RUNS = 5
-
-clock = time.perf_counter
 
 Attend = Callable[[Tensor, Tensor, Tensor, RaggedBatch, AttendOptions], Tensor]
 """Attention of a query over the keys and values of a cache, for a step."""
@@ -109,15 +101,15 @@ class AttentionChecks:
     calls: Sequence[AttentionCall]
     workload_bytes: int = 2**29
 
-    def run(self, steps: Mapping[str, Sequence[tuple[int, int]]] | None = None) -> Iterator[KernelCheck]:
-        """One check for each kernel and each way in which it is called.  steps: in place of CHUNKS"""
+    def run(self) -> Iterator[KernelCheck]:
+        """One check for each kernel and each way in which it is called."""
         check = partial(run_check, device=self.device, tolerance=TOLERANCES[self.dtype])
         for layer in dict.fromkeys(call.layer for call in self.calls):
             shape, _ = self.attention.block_shapes(layer, self.block_size, self.dtype)
             if shape == (layer.heads, self.block_size, layer.key_dim):  # else attention shows what is written
                 yield check(f"cache write (heads of {layer.key_dim})", measure=partial(self._write_error, layer))
         for call in self.calls:
-            for name, chunks in (steps or CHUNKS).items():
+            for name, chunks in CHUNKS.items():
                 workload = None if name.startswith("short") else partial(self._workload, name, call)
                 measure = partial(self._error, replace(call, window=_shortened(call.window)), chunks)
                 yield check(f"{name} ({call.form})", measure=measure, workload=workload)
@@ -133,21 +125,6 @@ class AttentionChecks:
             return max(self._error(call, chunks, partial(self._replayed, capture)) for chunks in CAPTURED_STEPS)
 
         return run_check("captured attention", self.device, TOLERANCES[self.dtype], measure)
-
-    def prefill_seconds(self) -> float:
-        """Seconds that attention of a long chunk takes: of each way of calling it the fewest, added."""
-        found = []
-        with computing_on(self.device), torch.inference_mode():
-            for call in self.calls:
-                work, times = self._workload("prefill attention", call), []
-                for _ in range(1 + _TIMED_RUNS):  # the first compiles and plans
-                    synchronize(self.device)
-                    begin = clock()
-                    work.run()
-                    synchronize(self.device)
-                    times.append(clock() - begin)
-                found.append(min(times[1:]))
-        return sum(found)
 
     def _filled(
         self, attention: AttentionBackend, layer: LayerShape, chunks: Sequence[tuple[int, int]]

@@ -40,8 +40,6 @@ NARROW = 16
 """Tokens of the longest chunk that the decode kernel takes in any layer."""
 SHORT = 128
 """Tokens of the longest chunk that is split."""
-NONE = slice(0)
-"""No sequences."""
 SPARE_TOKENS, SPARE_PIECES = 4096, 64
 """Room in the buffers of a mixed step for what splits add: 16 turns of chats, 64 tokens in 5 splits each, and so on."""
 
@@ -166,31 +164,26 @@ def count_splits(counts: Ints, lengths: Ints, unit: int) -> tuple[Ints, Ints]:
     return size, np.maximum(-(-lengths // size), 1)
 
 
-def list_work(
-    counts: Ints, lengths: Ints, first_blocks: Ints, unit: int, *, whole: bool = False, without: slice = NONE
-) -> Work:
+def list_work(counts: Ints, lengths: Ints, first_blocks: Ints, unit: int, *, whole: bool = False) -> Work:
     """The work of sequences [S] of these lengths, of which the last `counts` tokens are computed.
 
     A sequence of length 0 has one decode row, for which zeros are written; none if work is whole.
 
     first_blocks: [S] index of the first block of each in `block_ids`
     whole:        no sequence is split, and the prefill kernel takes every chunk
-    without:      sequences that other kernels compute
     """
-    mine = np.ones(len(counts), bool)
-    mine[without] = False
     uncut = np.full_like(lengths, WHOLE), np.ones_like(lengths)
     size, splits = uncut if whole else count_splits(counts, lengths, unit)
-    is_split = mine & (splits > 1)
+    is_split = splits > 1
     results = splits * counts * is_split
     ends = results.cumsum()
     sequences = in_columns(counts.cumsum() - counts, lengths, counts, first_blocks, size, ends - results)
-    (narrow,) = (mine & (counts <= (0 if whole else NARROW))).nonzero()
+    (narrow,) = (counts <= (0 if whole else NARROW)).nonzero()
     last = (lengths - (splits - 1) * size)[narrow]
     items, totals = list_items(narrow, splits[narrow], last)
     (merged,) = (is_split & (counts > 1)).nonzero()
     merges = in_columns(merged.repeat(counts[merged]), positions_in(counts[merged]))
-    (wide,) = (mine & (lengths > 0 if whole else counts > 1)).nonzero()
+    (wide,) = (lengths > 0 if whole else counts > 1).nonzero()
     pieces, piece_tokens = list_pieces(wide, counts, lengths, size, splits)
     return Work(sequences, items, totals, merges, pieces, int(ends[-1]) if len(ends) else 0, piece_tokens)
 
@@ -330,15 +323,15 @@ class StepBuffers:
             self.input_ids.index_copy_(0, places, unknown.tokens.index_select(0, rows))
 
 
-def build_metadata(batch: RaggedBatch, split: int, *, whole: bool = False, without: slice = NONE) -> AttentionMetadata:
+def build_metadata(batch: RaggedBatch, split: int, *, whole: bool = False) -> AttentionMetadata:
     """Metadata of a step. Chunks of one token are decode rows, longer ones prefill; those that end at 0 are padding.
 
-    For `whole` and `without` see `list_work`.
+    For `whole` see `list_work`.
     """
     lengths, tables = batch.lengths, batch.block_tables
     counts = np.where(lengths == 0, 1, batch.counts)
     first_blocks = np.arange(len(lengths)) * tables.shape[1]
-    work = list_work(counts, lengths, first_blocks, split, whole=whole, without=without)
+    work = list_work(counts, lengths, first_blocks, split, whole=whole)
     there = to_device([array.astype(np.int32) for array in work.arrays], tables.device)
     sequences, items, totals, merges, merged, pieces, count = there
     decode = DecodeMetadata(items, totals, split, int(counts[counts <= NARROW].max())) if len(items) else None
