@@ -144,19 +144,6 @@ def second_cache_bytes() -> int:
 
 
 @contextmanager
-def many_threaded() -> Iterator[None]:
-    """Gives torch all threads, also inside `single_threaded`, for what takes much longer than a step."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads())
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
 def single_threaded() -> Iterator[None]:
     """Keeps torch's operations on the calling thread.
 

@@ -23,7 +23,6 @@ from cbatch.base.errors import ModelError, first_sentence, invalid_row
 from cbatch.base.model_files import model_folder
 from cbatch.model.config import read_model_config
 from cbatch.model.config_classes import levels
-from cbatch.runtime.cpu import many_threaded
 from cbatch.text.loading import silence_libraries
 
 FAMILIES = frozenset([
@@ -147,7 +146,7 @@ class Vision:
             for name, one in image.inputs.items()
             if name in inspect.signature(compute).parameters
         }
-        with torch.inference_mode(), many_threaded():
+        with torch.inference_mode():
             found = compute(**inputs, return_dict=True)
             rows = torch.cat([_rows_of(one) for one in (found.pooler_output, *found.get("deepstack_features", ()))], -1)
         if len(rows) != image.num_rows:
