@@ -33,10 +33,6 @@ FAMILIES = frozenset([
 ])  # fmt: skip
 """Types of models whose images are rows of embeddings."""
 
-PROCESSOR_FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "tokenizer*", "chat_template*",
-                   "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model")  # fmt: skip
-
-
 NO_IMAGES = "this model takes no images"
 
 _OF_TEXT = "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"
@@ -46,9 +42,9 @@ _OF_TEXT = "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"
 class ProcessedImage(NamedTuple):
     """An image as its model takes it.
 
-    text:   what stands for it in a prompt, in place of the processor's token
+    text:     what stands for it in a prompt, in place of the processor's token
     num_rows: how many of the tokens of that are placeholders, which the rows of its features replace
-    inputs: of the tower
+    inputs:   of the tower
     """
 
     text: str
@@ -188,6 +184,8 @@ class Vision:
         config = deepcopy(self._config)
         text = config.get_text_config()
         text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
+        if hasattr(config, "quantization_config"):  # which files have for the language model only
+            del config.quantization_config
         if getattr(text, "layer_types", None) is not None:
             text.layer_types = []
         return config
@@ -240,7 +238,7 @@ def processor_class(kind: str) -> Any:
 
 def vision_of(source: str, revision: str | None, device: torch.device, dtype: torch.dtype) -> Vision | str:
     """The images of a model, or why it takes none."""
-    config = read_model_config(model_folder(source, revision, PROCESSOR_FILES))
+    config = read_model_config(model_folder(source, revision, ["config.json"]))
     kind = config.get("model_type")
     if kind in FAMILIES:
         return Vision(source, revision, device, dtype)
