@@ -74,7 +74,8 @@ class Rows:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help="folder of a model that takes images")
+    model = "HuggingFaceTB/SmolVLM-256M-Instruct"
+    parser.add_argument("--model", default=model, help=f"folder or hub id of a model that takes images ({model})")
     parser.add_argument("--rows", type=at_least_one, default=64)
     parser.add_argument("--tokens", type=at_least_one, default=32, help="of each answer")
     parser.add_argument("--size", type=at_least_one, default=512, help="pixels of a picture's sides")
