@@ -306,7 +306,7 @@ class RaggedBatch:
         state_pool:       of a model with recurrent layers
         images:           of the step's chunks
         """
-        sequences, starts, stops, _, blocks, _, states, drafts, _, _, _ = zip(*scheduled.chunks, strict=True)
+        sequences, starts, stops, _, blocks, _, states, drafts, _, _, sources = zip(*scheduled.chunks, strict=True)
         are_sampled = [chunk.is_sampled for chunk in scheduled.chunks]
         # numpy: torch takes longer, and each of its operations lets other threads take the interpreter.
         furthest = np.array(stops)
@@ -341,9 +341,7 @@ class RaggedBatch:
             device_tokens = DeviceTokens(in_flight_tokens.tokens, ends[unknown] - 1, token_rows)
             if in_flight_tokens.tokens.device.type == "cpu":
                 ids[device_tokens.places], device_tokens = in_flight_tokens.tokens.numpy()[device_tokens.rows], None
-        copied = [
-            (one.source, one.blocks[one.start // block_size]) for one in scheduled.chunks if one.source is not None
-        ]
+        copies = None if sources.count(None) == len(sources) else _copied_blocks(scheduled.chunks, block_size)
         if images is not None:
             ids[images.places] = 0
         adapters = [sequence.request.adapter_number for sequence in sequences]
@@ -352,7 +350,7 @@ class RaggedBatch:
         return cls(
             ids, positions, slots, rows, table, starts, stops, device, scoring, device_tokens, sampling_params,
             step_states, token_adapters, _pooled_rows(scheduled.chunks, to_places),
-            np.array(copied, np.int64) if copied else None, images,
+            copies, images,
         )  # fmt: skip
 
 
@@ -366,6 +364,12 @@ def _token_ids(chunks: Sequence[ScheduledChunk]) -> tuple[NDArray[np.int64], lis
             tokens.append(0)
             unknown.append(number)
     return np.fromiter(chain.from_iterable(known), np.int64), unknown
+
+
+def _copied_blocks(chunks: Sequence[ScheduledChunk], block_size: int) -> NDArray[np.int64]:
+    """`RaggedBatch.copies` of these chunks, some of which have a source."""
+    pairs = [(one.source, one.blocks[one.start // block_size]) for one in chunks if one.source is not None]
+    return np.array(pairs, np.int64)
 
 
 def _positions_on_axes(
