@@ -72,7 +72,7 @@ class ScoredTail(NamedTuple):
 
 
 class ImageTexts(NamedTuple):
-    """What stands for images in a prompt.
+    """The texts that stand for images in a prompt.
 
     marker: the chat template writes it for each image
     texts:  come in its place, one for each image

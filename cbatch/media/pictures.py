@@ -154,7 +154,7 @@ def _bounded(data: bytes | bytearray) -> bytes:
 
 
 def _fetched(url: str) -> bytes:
-    """What a web server has. Raises ValueError."""
+    """The bytes that a web server has. Raises ValueError."""
     data = bytearray()
     try:
         require_package("fsspec")

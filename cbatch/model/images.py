@@ -84,7 +84,7 @@ class _Bounded:
 
 
 class Images:
-    """What a model makes of pictures: how they stand in a prompt, and rows of embeddings.
+    """The pictures of requests as a model takes them: how they stand in a prompt, and rows of embeddings.
 
     The rows are computed before the first step that may need them, on the engine's thread; that decodes nothing.
     """
@@ -106,7 +106,7 @@ class Images:
         """Seconds of the engine's thread for that."""
 
     def texts(self, pictures: Iterable[Picture]) -> ImageTexts:
-        """What stands for pictures in a prompt. Raises RequestError for one that cannot be read."""
+        """The texts that stand for pictures in a prompt. Raises RequestError for one that cannot be read."""
         return ImageTexts(self._vision.marker, [self._layout(picture, picture.digest()).text for picture in pictures])
 
     def place(self, request: Request) -> None:

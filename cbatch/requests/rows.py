@@ -351,7 +351,7 @@ def _content(row: Request, number: int, message: Mapping[str, Any], pictures: li
 
 
 def _image(row: Request, part: Mapping[str, Any], place: str) -> str | Mapping[str, Any]:
-    """What a part of a content says of its image, for `MediaSources`."""
+    """The image that a part of a content names, for `MediaSources`."""
     given = [(name, part[name]) for name in _IMAGE_FIELDS if part.get(name) is not None]
     name, value = given[0] if len(given) == 1 else ("", None)
     if name == "image_url" and isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What two techniques save: memory of a long prompt by chunked prefill, time of one more token by the KV cache.
+"""Measures two techniques: memory of a long prompt by chunked prefill, time of one more token by the KV cache.
 
     python -m scripts.benchmarks techniques --model FOLDER
 

@@ -80,7 +80,7 @@ def tokens_of(engine: SteppingEngine, *pictures: int, **options: Any) -> list[in
 
 
 def parts(engine: SteppingEngine) -> tuple[Any, Any]:
-    """What keeps its images, and the model's vision."""
+    """The object that keeps its images, and the model's vision."""
     assert engine._images is not None
     return engine._images, engine.loaded.vision
 

@@ -340,7 +340,7 @@ PACKAGES = {
     **{kind: ["torchvision"] for kind in ("cohere2_vision", "kimi_k25", "lfm2_vl", "mistral3")},
     "smolvlm": ["num2words", "torchvision"],
 }
-"""What the processors of some need in transformers."""
+"""Packages that the processors of some need in transformers."""
 
 
 def save_vision_model(folder: Path, kind: str) -> Path:

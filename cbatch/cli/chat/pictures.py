@@ -72,7 +72,7 @@ def graphics_of(environment: Mapping[str, str]) -> str:
 
 
 def thumbnail(file: Attachment, graphics: str) -> str:
-    """What draws a picture, made small, at the top of the screen on the right. Raises RequestError."""
+    """Control sequences that draw a picture, made small, at the top of the screen on the right. Raises RequestError."""
     from PIL import Image
 
     from cbatch.media.decoding import decode

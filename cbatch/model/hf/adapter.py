@@ -300,7 +300,7 @@ class TransformersModel:
 
 
 def _changed(places: NDArray[np.int64], rows: Tensor, module: Any, inputs: Any, output: Any, *, replaces: bool) -> Any:
-    """What a module gives, [1, T, hidden size], with these rows at places of T, or with them added."""
+    """The output of a module, [1, T, hidden size], with these rows at places of T, or with them added."""
     given = output if isinstance(output, Tensor) else output[0]
     changed, there = given.clone(), torch.from_numpy(places).to(given.device)
     changed[0, there] = rows.to(given) if replaces else given[0, there] + rows.to(given)
