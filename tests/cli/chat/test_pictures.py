@@ -25,6 +25,7 @@ from cbatch.cli.chat.screen import Transcript
 from cbatch.cli.chat.session.export import to_markdown, to_row
 from cbatch.cli.chat.session.store import SessionStore, read_session, to_json
 from cbatch.cli.common.exits import UserError
+from cbatch.model.hf.vision import NO_IMAGES
 from cbatch.requests.rows import fill_row
 from tests.support.chat_harness import ChatHarness, reply_of
 from tests.support.chat_terminal import Chat
@@ -158,7 +159,7 @@ def test_a_picture_that_is_gone_or_has_changed(harness: ChatHarness, tmp_path: P
 
 def test_what_cannot_be_attached(tmp_path: Path) -> None:
     """Guards `/attach` of a picture for a model without images, and of damage, against a late error."""
-    engine = SimpleNamespace(loaded=SimpleNamespace(vision=None, name="tiny"), tokenizer=None)
+    engine = SimpleNamespace(loaded=SimpleNamespace(vision=NO_IMAGES, name="tiny"), tokenizer=None)
     controller = ChatController(SimpleNamespace(engine=engine))  # type: ignore[arg-type]
     chat = front_end(controller, tmp_path)
     with pytest.raises(UserError, match="tiny takes no images"):

@@ -150,7 +150,7 @@ class FrontEnd:
     def attach(self, session: Session, file: Attachment) -> None:
         """Attaches a file to a session's next message, in the place of one of the same name. Raises UserError."""
         engine = self.controller.client_of(session).engine
-        if file.digest and engine is not None and (engine.loaded.vision is None or not takes_messages(engine)):
+        if file.digest and engine is not None and (isinstance(engine.loaded.vision, str) or not takes_messages(engine)):
             raise UserError(f"{engine.loaded.name} takes no images; /model NAME lets a model reply that does.")
         session.attached = [other for other in session.attached if other.name != file.name] + [file]
         self.measure(session, file)
