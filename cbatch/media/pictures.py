@@ -21,6 +21,9 @@ from urllib.parse import unquote_to_bytes, urlsplit
 from cbatch.base.errors import RequestError, in_short, invalid_row, reason_of
 from cbatch.extras import require_package
 
+NO_IMAGES = "this model takes no images"
+"""The reason why a picture is refused that goes to a model of text."""
+
 MAX_BYTES = 64 * 2**20
 """Largest file of a picture."""
 

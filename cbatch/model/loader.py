@@ -44,6 +44,7 @@ from cbatch.base.model_files import (
     weight_files,
 )
 from cbatch.base.params import SamplingParams
+from cbatch.media.pictures import NO_IMAGES
 from cbatch.model.base import Model
 from cbatch.model.config import UnsupportedConfig, read_generation_config, read_model_config
 from cbatch.model.config_classes import class_of, levels, text_config
@@ -53,7 +54,7 @@ from cbatch.model.formats.quantized import QuantizedCheckpoint, settings_of, wit
 from cbatch.model.hf.memory_check import fits
 from cbatch.model.hf.network import load_network
 from cbatch.model.hf.placement import Placement, placement_of
-from cbatch.model.hf.vision import NO_IMAGES, Vision, vision_of
+from cbatch.model.hf.vision import Vision, vision_of
 from cbatch.model.load_plan import CALIBRATION_TEXT, DEMO_MODEL, LoadPlan
 from cbatch.model.lora.sites import sites_of
 from cbatch.model.lora_files import Adapter

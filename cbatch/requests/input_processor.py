@@ -13,8 +13,7 @@ from cbatch.base.errors import RequestError, as_error, invalid_row
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request, RequestDefaults, ToolChoice
 from cbatch.extras import require_package
-from cbatch.media.pictures import MediaSources
-from cbatch.model.hf.vision import NO_IMAGES
+from cbatch.media.pictures import NO_IMAGES, MediaSources
 from cbatch.model.images import Images
 from cbatch.model.pooling import Pooling
 from cbatch.requests.completion import Completion

@@ -21,8 +21,7 @@ from cbatch.base.request import ImageTexts, Request, RequestDefaults
 from cbatch.batch.lines import Line, parse_line
 from cbatch.media import pictures
 from cbatch.media.decoding import decode
-from cbatch.media.pictures import MediaSources, Picture
-from cbatch.model.hf.vision import NO_IMAGES
+from cbatch.media.pictures import NO_IMAGES, MediaSources, Picture
 from cbatch.model.images import Images
 from cbatch.requests.input_processor import InputProcessor, ModelInfo
 from cbatch.requests.prompts import read_prompt

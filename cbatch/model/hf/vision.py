@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cbatch.base.errors import ModelError, first_sentence, invalid_row
 from cbatch.base.model_files import model_folder
+from cbatch.media.pictures import NO_IMAGES
 from cbatch.model.config import read_model_config
 from cbatch.model.config_classes import levels
 from cbatch.text.loading import silence_libraries
@@ -32,8 +33,6 @@ FAMILIES = frozenset([
     "vipllava",
 ])  # fmt: skip
 """Types of models whose images are rows of embeddings."""
-
-NO_IMAGES = "this model takes no images"
 
 _OF_TEXT = "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"
 """Results of a processor that do not concern the tower."""

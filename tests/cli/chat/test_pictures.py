@@ -25,7 +25,7 @@ from cbatch.cli.chat.screen import Transcript
 from cbatch.cli.chat.session.export import to_markdown, to_row
 from cbatch.cli.chat.session.store import SessionStore, read_session, to_json
 from cbatch.cli.common.exits import UserError
-from cbatch.model.hf.vision import NO_IMAGES
+from cbatch.media.pictures import NO_IMAGES
 from cbatch.requests.rows import fill_row
 from tests.support.chat_harness import ChatHarness, reply_of
 from tests.support.chat_terminal import Chat

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from cbatch.base.errors import invalid_row
 from cbatch.base.params import LOOP
 from cbatch.base.units import format_count
+from cbatch.media.pictures import NO_IMAGES
 
 if TYPE_CHECKING:
     from cbatch.base.errors import RequestError
@@ -495,7 +496,7 @@ class Session:
 def as_plain_text(messages: Sequence[Message]) -> str:
     """A conversation for a model without a chat template: each message on a new line, its reply directly after it."""
     if any(isinstance(message["content"], list) for message in messages):
-        raise invalid_row("this model takes no images")
+        raise invalid_row(NO_IMAGES)
     parts = [("\n" if message["role"] == "user" else "") + message["content"] for message in messages]
     return "".join(parts).removeprefix("\n")
 
