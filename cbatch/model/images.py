@@ -253,6 +253,9 @@ class Images:
             try:
                 rows = self._vision.features(inputs)
                 break
+            except RequestError:
+                self._inputs.drop(image.digest)
+                raise
             except Exception as error:
                 problem, is_final = in_short(error), is_last or not is_out_of_memory(error)
                 clear_frames(error)

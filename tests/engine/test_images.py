@@ -19,7 +19,8 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.media.pictures import Picture
-from cbatch.model.hf.vision import FAMILIES, Vision
+from cbatch.model.hf import vision
+from cbatch.model.hf.vision import Vision
 from cbatch.model.images import Images
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import load_model
@@ -28,11 +29,11 @@ from cbatch.model.ops.embed import AddImage
 from cbatch.runtime.batch import ImageRows
 from tests.support.generation import generate
 from tests.support.samples import sampled
-from tests.support.vision_models import PACKAGES, Reference, message, picture, save_vision_model
+from tests.support.vision_models import MAKERS, PACKAGES, Reference, message, picture, save_vision_model
 
 pytest.importorskip("PIL", reason="images need Pillow")
 
-KINDS = sorted(FAMILIES - {"gemma3", "gemma4"})  # which have a test of their own
+KINDS = sorted(MAKERS.keys() - {"gemma3", "gemma4"})  # which have a test of their own
 VARIED = ["glm4v", "idefics3", "internvl", "llava_next", "paddleocr_vl", "qwen2_vl", "qwen3_5", "qwen3_vl"]
 """Towers, tiles, positions of three axes, recurrent layers, and images that are added to layers."""
 
@@ -214,6 +215,10 @@ def move_axes(*axes: int) -> Fault:
     return change_place(move)
 
 
+def swap_axes(request: Any) -> None:
+    request.positions = request.positions[[0, 2, 1]]
+
+
 def move_text(request: Any) -> None:
     if request.positions is not None:
         request.positions[:, request.images[-1].places[-1] + 1 :] += 1
@@ -252,11 +257,6 @@ def begin_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Images, "rows", first)
 
 
-def swap_axes(patch: pytest.MonkeyPatch) -> None:
-    positions = Vision.positions
-    patch.setattr(Vision, "positions", lambda *given: np.asarray(positions(*given))[[0, 2, 1]])
-
-
 def swap_levels(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("cbatch.model.families.decoder.AddImage", lambda number: AddImage(1 - number))
 
@@ -272,7 +272,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "recurrent prefixes of other images": (change_place(take_tokens_for_content), "qwen3_5"),
     "lost when preempted": (lose_features, "qwen3_vl"),
     "first row again": (begin_again, "qwen2_vl"),
-    "rows for columns": (swap_axes, "qwen3_vl"),
+    "rows for columns": (change_place(swap_axes), "qwen3_vl"),
     "levels swapped": (swap_levels, "qwen3_vl"),
 }
 
@@ -301,14 +301,27 @@ def test_placeholders_in_texts(kind: str, token: str) -> None:
 
 
 def test_a_type_that_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the error that names the type of a model whose images are not supported; text is answered all the same."""
-    monkeypatch.setattr("cbatch.model.hf.vision.FAMILIES", frozenset())
+    """Guards the error of rows whose images a language model takes in ways that are not known; text is answered."""
+    monkeypatch.setattr(vision, "_PLAIN", vision._PLAIN - {"attention_mask"})
     with engine_of("llava") as engine:
-        rows = [{"messages": CHATS[name]} for name in ("one", "none")]
-        refused, answered = generate(engine, rows, SamplingParams(max_tokens=2))
-        assert refused.error is not None and refused.error.code == "invalid_row"
-        assert str(refused.error) == "images of models of the type llava are not supported"
-        assert len(answered.token_ids) == 2
+        for _ in range(2):  # the second time, the tower runs no more
+            rows = [{"messages": CHATS[name]} for name in ("one", "none")]
+            refused, answered = generate(engine, rows, SamplingParams(max_tokens=2))
+            assert refused.error is not None and refused.error.code == "invalid_row"
+            reason = "its language model takes attention_mask, too"
+            assert str(refused.error) == f"images of models of the type llava are not supported: {reason}"
+            assert len(answered.token_ids) == 2
+        assert not images_of(engine).num_encoded
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "glm4v"])
+def test_positions_of_the_network(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the comparison of positions with those that the network gives its own language model."""
+    positions = Vision.positions
+    monkeypatch.setattr(Vision, "positions", lambda *given: np.asarray(positions(*given))[[0, 2, 1]])
+    with engine_of(kind) as engine:
+        (refused,) = generate(engine, [{"messages": CHATS["one"]}], SamplingParams(max_tokens=2))
+        assert str(refused.error).endswith("are not supported: its tokens have other positions")
 
 
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,16 +26,9 @@ from cbatch.model.config import read_model_config
 from cbatch.model.config_classes import levels
 from cbatch.text.loading import silence_libraries
 
-FAMILIES = frozenset([
-    "aya_vision", "cohere2_vision", "exaone4_5", "gemma3", "gemma4", "glm46v", "glm4v", "glm4v_moe", "glm_ocr",
-    "got_ocr2", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "lighton_ocr", "llava", "llava_next", "mistral3",
-    "paddleocr_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
-    "vipllava",
-])  # fmt: skip
-"""Types of models whose images are rows of embeddings."""
-
-_OF_TEXT = "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"
-"""Results of a processor that do not concern the tower."""
+_PLAIN = frozenset(["attention_mask", "inputs_embeds", "position_ids", "return_dict"])
+_LEVELS = frozenset(["visual_pos_masks", "deepstack_visual_embeds"])
+"""Arguments of language models, and those that add rows of images to hidden states (see `ImageRows`)."""
 
 
 class ProcessedImage(NamedTuple):
@@ -43,7 +36,7 @@ class ProcessedImage(NamedTuple):
 
     text:     what stands for it in a prompt, in place of the processor's token
     num_rows: how many of the tokens of that are placeholders, which the rows of its features replace
-    inputs:   of the tower
+    inputs:   of the network, for that text
     """
 
     text: str
@@ -60,7 +53,9 @@ class Vision:
 
     def __init__(self, source: str, revision: str | None, device: torch.device, dtype: torch.dtype) -> None:
         self._source, self._revision, self._device, self._dtype = source, revision, device, dtype
-        self._lock = Lock()
+        self._lock, self._refused = Lock(), ""
+        self._checked = set[int]()
+        """Numbers of rows of images for which the network's call of its language model was found in order."""
 
     @cached_property
     def _config(self) -> Any:
@@ -74,9 +69,11 @@ class Vision:
         kind = processor_class(self._config.model_type)
         return kind.from_pretrained(self._source, revision=self._revision, trust_remote_code=False)
 
-    @cached_property
+    @property
     def marker(self) -> str:
-        """The token that a chat template writes for an image. Raises RequestError if the processor cannot be loaded."""
+        """The token that a chat template writes for an image. Raises RequestError if the model takes none after all."""
+        if self._refused:
+            raise invalid_row(self._refused)
         try:
             return str(self._processor.image_token)
         except Exception as error:  # what is missing is named by errors of many kinds
@@ -109,7 +106,7 @@ class Vision:
                 made = self._processor(text=[self.marker], images=[Image.fromarray(pixels)], **given)
             finally:
                 self._processor.tokenizer = recorder.tokenizer
-        inputs = {name: one for name, one in made.items() if isinstance(one, Tensor) and name not in _OF_TEXT}
+        inputs = {name: one for name, one in made.items() if isinstance(one, Tensor)}
         return ProcessedImage(recorder.text, made["input_ids"][0].tolist().count(self.placeholder), inputs)
 
     def positions(self, token_ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.int64] | None:
@@ -134,19 +131,67 @@ class Vision:
         self.__dict__.pop("_tower", None)
 
     def features(self, image: ProcessedImage) -> Tensor:
-        """[num_rows, columns] rows that replace the placeholders of an image (see `ImageRows`)."""
-        compute = self._tower.get_image_features
-        inputs = {
-            name: one.to(self._device, self._dtype if one.is_floating_point() else None)
-            for name, one in image.inputs.items()
-            if name in inspect.signature(compute).parameters
-        }
-        with torch.inference_mode():
-            found = compute(**inputs, return_dict=True)
-            rows = torch.cat([_rows_of(one) for one in (found.pooler_output, *found.get("deepstack_features", ()))], -1)
+        """[num_rows, columns] rows that replace the placeholders of an image (see `ImageRows`).
+
+        They are what the network hands to its language model. Raises RequestError if it hands over more than is known.
+        """
+        called = self._call(image)
+        if image.num_rows not in self._checked and (problem := self._problem(image, called)):
+            self._refused = f"images of models of the type {self._config.model_type} are not supported: {problem}"
+            raise invalid_row(self._refused)
+        self._checked.add(image.num_rows)
+        own = called["inputs_embeds"][0][self._is_placeholder(image).to(self._device)]
+        rows = torch.cat([own, *(called.get("deepstack_visual_embeds") or ())], -1)
         if len(rows) != image.num_rows:
             raise ModelError(f"The vision tower gives {len(rows)} rows for an image of {image.num_rows} tokens.")
         return rows
+
+    def _call(self, image: ProcessedImage) -> dict[str, Any]:
+        """The arguments that the language model gets for the text of an image."""
+        inputs = {
+            name: one.to(self._device, self._dtype if one.is_floating_point() else None)
+            for name, one in image.inputs.items()
+            if name in inspect.signature(self._tower.forward).parameters
+        }
+        try:
+            with torch.inference_mode():
+                self._tower(**inputs, use_cache=False)
+        except _Reached as reached:
+            return reached.arguments
+        raise ModelError(f"Networks of the type {self._config.model_type} do not call their language model.")
+
+    def _is_placeholder(self, image: ProcessedImage) -> Tensor:
+        return image.inputs["input_ids"][0] == self.placeholder
+
+    def _problem(self, image: ProcessedImage, called: dict[str, Any]) -> str:
+        """Says what of a call of the language model the engine would not do; empty if all is well."""
+        levels = called.get("deepstack_visual_embeds") or ()
+        declared = getattr(self._config.vision_config, "deepstack_visual_indexes", None) or ()
+        extra = {name for name, one in called.items() if one is not None and one is not False} - _PLAIN
+        if len(levels) == len(declared):
+            extra -= _LEVELS
+        if self._config.model_type == "gemma4":  # computes them from tokens alone
+            extra.discard("per_layer_inputs")
+        if extra:
+            return f"its language model takes {sorted(extra)[0]}, too"
+        positions, is_placeholder = called.get("position_ids"), self._is_placeholder(image)
+        if positions is not None:
+            known = self.positions(image.inputs["input_ids"][0].tolist(), [image])
+            wanted = torch.arange(len(is_placeholder)) if known is None else torch.from_numpy(known)
+            if not torch.equal(positions.cpu().flatten(0, -2)[-3:].squeeze(0), wanted):
+                return "its tokens have other positions"
+        run = (is_placeholder.diff(prepend=is_placeholder[:1]) != 0).cumsum(0)
+        same = (run[:, None] == run) & is_placeholder
+        masks = called.get("attention_mask")
+        for name, mask in masks.items() if isinstance(masks, dict) else [("full_attention", masks)]:
+            two_way = self.two_way == "all" or (self.two_way == "windows" and name == "sliding_attention")
+            if mask is None or mask.ndim < 4:
+                is_seen = torch.zeros_like(same)
+            else:
+                is_seen = (mask if mask.dtype == torch.bool else mask >= 0)[0, 0].cpu()
+            if not torch.equal(is_seen.triu(1), (same if two_way else torch.zeros_like(same)).triu(1)):
+                return "its tokens see others of later places"
+        return ""
 
     @cached_property
     def _skeleton(self) -> Any:
@@ -174,7 +219,13 @@ class Vision:
                 f"Cannot load {self._source}: {len(lacking)} weights of its vision tower are not in its files, such as "
                 f"{lacking[0]}."
             )
-        return network.model.to(self._device).eval()
+        tower, decoder = network.base_model.to(self._device).eval(), network.get_decoder()
+        network.config.get_text_config().pad_token_id = 0  # which some families embed in place of images
+        for one in {network.get_input_embeddings(), *decoder.modules()}:
+            if isinstance(one, torch.nn.Embedding):
+                one.register_forward_pre_hook(_embed_any)
+        decoder.register_forward_pre_hook(_reach, with_kwargs=True)
+        return tower
 
     def _small_config(self) -> Any:
         """The config with a language model that has neither layers nor a vocabulary."""
@@ -186,13 +237,26 @@ class Vision:
         if hasattr(config, "quantization_config"):  # which files have for the language model only
             del config.quantization_config
         if getattr(text, "layer_types", None) is not None:
-            text.layer_types = []
+            text.layer_types = sorted(set(text.layer_types))  # which masks are made for
         return config
 
 
-def _rows_of(found: Any) -> Tensor:
-    """The rows of an image, which families give in several forms."""
-    return (found if isinstance(found, Tensor) else torch.cat(list(found))).flatten(0, -2)
+class _Reached(Exception):
+    """A network has called its language model."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+def _reach(decoder: Any, _: Any, arguments: dict[str, Any]) -> None:
+    """Ends the forward of the network of a language model, which is not there."""
+    raise _Reached(arguments)
+
+
+def _embed_any(embedding: Any, arguments: tuple[Tensor]) -> tuple[Tensor]:
+    """Embeds the one token that the vocabulary has in place of others."""
+    return (torch.zeros_like(arguments[0]),)
 
 
 class _Recorder:
@@ -238,9 +302,5 @@ def processor_class(kind: str) -> Any:
 def vision_of(source: str, revision: str | None, device: torch.device, dtype: torch.dtype) -> Vision | str:
     """The images of a model, or why it takes none."""
     config = read_model_config(model_folder(source, revision, ["config.json"]))
-    kind = config.get("model_type")
-    if kind in FAMILIES:
-        return Vision(source, revision, device, dtype)
-    if any("vision_config" in level for level in levels(config)):
-        return f"images of models of the type {kind} are not supported"
-    return NO_IMAGES
+    has_tower = any("vision_config" in level for level in levels(config))
+    return Vision(source, revision, device, dtype) if has_tower else NO_IMAGES
