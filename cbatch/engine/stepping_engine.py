@@ -83,7 +83,11 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         overlap = pins_memory(self.device) if config.run_ahead is None else config.run_ahead
         super().__init__(scheduler, runner, execution.sampler, step_time, overlap=overlap)
         if isinstance(self.loaded.vision, Vision):
-            self._images = Images(self.loaded.vision, self.device, parse_memory(config.media_cache, free=0))
+            alone, most_bytes = (
+                config.deterministic or self.device.type == "cpu",
+                parse_memory(config.media_cache, free=0),
+            )
+            self._images = Images(self.loaded.vision, self.device, most_bytes, alone=alone)
             scheduler.num_ready = self._images.num_ready
         self._constraint_compiler = ConstraintCompiler(self.tokenizer, model.vocab_size) if self.tokenizer else None
         self._requests: dict[int, list[TokenSequence]] = {}

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import chain, islice
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +42,9 @@ WORKERS = 2
 
 LOOK_AHEAD = 64
 """Waiting requests whose inputs are made before a step needs them."""
+
+TOGETHER_BYTES = 1 << 24
+"""Of inputs of images of one shape that the tower computes together on a GPU, which large ones fill alone."""
 
 STALE = 1 << 13
 """Inputs that came before so many others are of requests that have failed: fewer rows are read ahead."""
@@ -83,15 +86,30 @@ class _Bounded:
                 self._bytes -= self._held.pop(name)[1]
 
 
+class _Wanted(NamedTuple):
+    """An image that the tower shall compute, and the requests that wait for it."""
+
+    image: PlacedImage
+    inputs: ProcessedImage
+    sequences: list[TokenSequence]
+
+    @property
+    def shape(self) -> Hashable:
+        return self.inputs.num_rows, *((name, one.shape) for name, one in self.inputs.inputs.items())
+
+
 class Images:
     """The pictures of requests as a model takes them: how they stand in a prompt, and rows of embeddings.
 
     The rows are computed before the first step that may need them, on the engine's thread; that decodes nothing.
     """
 
-    def __init__(self, vision: Vision, device: torch.device, most_bytes: int) -> None:
-        """most_bytes: of the rows that are kept for requests to come"""
-        self._vision, self._device = vision, device
+    def __init__(self, vision: Vision, device: torch.device, most_bytes: int, *, alone: bool) -> None:
+        """
+        most_bytes: of the rows that are kept for requests to come
+        alone:      whether each image is computed by itself, so that others do not change bits of its rows
+        """
+        self._vision, self._device, self._together_bytes = vision, device, 0 if alone else TOGETHER_BYTES
         self._layouts, self._features = _Bounded(LAYOUT_BYTES), _Bounded(most_bytes)
         self._inputs = _Bounded(INPUT_BYTES, keeps_first=True)
         self._threads = ThreadPoolExecutor(WORKERS, "cbatch-images")
@@ -147,7 +165,7 @@ class Images:
         if any(one.is_decoding for one in running):
             rows = -(-rows // 2)
         before, self._ready, ahead = self._ready, {}, INPUT_BYTES
-        failed = list[tuple[TokenSequence, RequestError]]()
+        failed, wanted = list[tuple[TokenSequence, RequestError]](), dict[str, _Wanted]()
         for sequence in chain(prompts, islice(waiting, LOOK_AHEAD)):
             stop = sequence.num_computed + tokens
             tokens = max(tokens - sequence.num_pending, 0)
@@ -157,17 +175,22 @@ class Images:
                         continue
                     found = before.get(image.digest)
                     found = self._features.get(image.digest) if found is None else found
-                    if found is None and (inputs := self._inputs_of(image)) and image.places[0] < stop and rows > 0:
-                        found = self._encode(sequence.request, image, inputs)
-                        rows -= len(found)
-                    ahead -= self._input_bytes if found is None else 0
-                    if found is not None and image.places[0] < stop:
-                        self._ready[image.digest] = found
+                    if found is not None:
+                        if image.places[0] < stop:
+                            self._ready[image.digest] = found
+                    elif image.digest in wanted:
+                        wanted[image.digest].sequences.append(sequence)
+                    elif (inputs := self._inputs_of(image)) and image.places[0] < stop and rows > 0:
+                        wanted[image.digest] = _Wanted(image, inputs, [sequence])
+                        rows -= inputs.num_rows
+                    else:
+                        ahead -= self._input_bytes
             except RequestError as error:
                 failed.append((sequence, error))
             if ahead <= 0:
                 break
-        return failed
+        failed += self._encode(wanted.values())
+        return list({id(sequence): (sequence, error) for sequence, error in failed}.values())
 
     def num_ready(self, sequence: TokenSequence, num_tokens: int) -> int:
         """How many of its next tokens a request can compute in this step: up to an image whose rows are not there."""
@@ -246,26 +269,43 @@ class Images:
             return RequestError("internal_error", f"{image.picture.name} cannot be processed: {in_short(error)}")
         return None
 
-    def _encode(self, request: Request, image: PlacedImage, inputs: ProcessedImage) -> Tensor:
-        """The rows of an image. Raises RequestError if the tower cannot compute them, or has no memory twice."""
-        started = time.perf_counter()
+    def _encode(self, wanted: Iterable[_Wanted]) -> list[tuple[TokenSequence, RequestError]]:
+        """Computes images, together where they have one shape. Returns the requests of those that failed, and why."""
+        groups, failed = dict[Hashable, list[list[_Wanted]]](), list[tuple[TokenSequence, RequestError]]()
+        for one in wanted:
+            alike = groups.setdefault(one.shape, [[]])
+            if (len(alike[-1]) + 1) * one.inputs.nbytes > self._together_bytes:
+                alike.append([])
+            alike[-1].append(one)
+        for group in chain.from_iterable(groups.values()):
+            if len(group) > 1 and self._encode_together(group) is None:
+                continue
+            for one in group:
+                if (error := self._encode_together([one])) is not None:
+                    self._inputs.drop(one.image.digest)
+                    failed += [(sequence, error) for sequence in one.sequences]
+        return failed
+
+    def _encode_together(self, group: Sequence[_Wanted]) -> RequestError | None:
+        """Computes images of one shape. Returns why it cannot: the tower fails, or has no memory twice."""
+        started, names = time.perf_counter(), [one.image.digest for one in group]
         for is_last in (False, True):
             try:
-                rows = self._vision.features(inputs)
+                found = self._vision.features([one.inputs for one in group])
                 break
-            except RequestError:
-                self._inputs.drop(image.digest)
-                raise
+            except RequestError as error:
+                return error
             except Exception as error:
                 problem, is_final = in_short(error), is_last or not is_out_of_memory(error)
                 clear_frames(error)
             if is_final:
-                self._inputs.drop(image.digest)
-                raise RequestError("internal_error", f"{image.picture.name} cannot be encoded: {problem}")
+                return RequestError("internal_error", f"{group[0].image.picture.name} cannot be encoded: {problem}")
             release_memory(self._device)
-        self._inputs.drop(image.digest)
-        self._features.put(image.digest, rows, rows.nbytes)
         seconds = time.perf_counter() - started
-        self.num_encoded, self.encoding_s = self.num_encoded + 1, self.encoding_s + seconds
-        request.images_s += seconds
-        return rows
+        self.num_encoded, self.encoding_s = self.num_encoded + len(group), self.encoding_s + seconds
+        for name, rows, one in zip(names, found, group, strict=True):
+            self._inputs.drop(name)
+            self._features.put(name, rows, rows.nbytes)
+            self._ready[name] = rows
+            one.sequences[0].request.images_s += seconds / len(group)
+        return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from cbatch.engine import loading
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model import images as images_module
 from cbatch.model.hf.vision import Vision
+from cbatch.model.images import TOGETHER_BYTES
 from tests.support.image_model import save_image_model, save_picture
 
 pytestmark = pytest.mark.usefixtures("in_folder")
@@ -171,22 +172,26 @@ def test_a_picture_that_is_gone_fails_its_request_only(make_engine: Callable[...
     (torch.OutOfMemoryError("CUDA out of memory"), 1, False),
     (torch.OutOfMemoryError("CUDA out of memory"), 2, True),
 ])  # fmt: skip
+@pytest.mark.parametrize("together", [False, True])
 def test_a_tower_that_raises_fails_its_request_only(
     make_engine: Callable[..., SteppingEngine],
     monkeypatch: pytest.MonkeyPatch,
     error: Exception,
     times: int,
     fails: bool,
+    together: bool,
 ) -> None:
-    """Guards the other requests, and a second try if memory ran out."""
+    """Guards the other requests, and a second try if memory ran out. What fails beside others is computed alone."""
     images, vision = parts(engine := make_engine())
+    images._together_bytes = TOGETHER_BYTES if together else 0
+    times *= 1 + (together and fails)
     requests = [ask(engine, number) for number in range(3)]
     bad, compute, left = images._inputs.get(requests[1].images[0].digest), vision.features, [error] * times
 
-    def features(image: Any) -> Any:
-        if image is bad and left:
+    def features(images: Sequence[Any]) -> Any:
+        if left and any(one is bad for one in images):
             raise left.pop()
-        return compute(image)
+        return compute(images)
 
     monkeypatch.setattr(vision, "features", features)
     events = run(engine)
@@ -207,9 +212,9 @@ def test_a_step_encodes_about_as_much_as_it_computes(
     _, vision = parts(engine := make_engine(max_batch_tokens=4 * ROWS, max_seqs=8))
     compute, counts = vision.features, list[int]()
 
-    def features(image: Any) -> Any:
-        counts[-1] += 1
-        return compute(image)
+    def features(images: Sequence[Any]) -> Any:
+        counts[-1] += len(images)
+        return compute(images)
 
     monkeypatch.setattr(vision, "features", features)
     decoding = ask(engine, text="x", tokens=100)

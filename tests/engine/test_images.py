@@ -21,7 +21,7 @@ from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.media.pictures import Picture
 from cbatch.model.hf import vision
 from cbatch.model.hf.vision import Vision
-from cbatch.model.images import Images
+from cbatch.model.images import TOGETHER_BYTES, Images
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import load_model
 from cbatch.model.ops.device_kernel import by_torch
@@ -96,6 +96,24 @@ def test_tokens_of_generate(kind: str) -> None:
         assert outputs_of(engine) == expected(kind)
         assert images_of(engine).num_encoded == 3 and engine.stats().num_cached_tokens >= known + 16 * len(CHATS)
     assert len({tuple(tokens) for tokens in expected(kind)}) == len(CHATS), "some picture changes nothing"
+
+
+@pytest.mark.parametrize(
+    "kind", sampled(KINDS, 5, keep=["idefics3", "internvl", "llava_next", "paddleocr_vl", "qwen3_vl"])
+)
+def test_images_together(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards images of one shape that the tower of a GPU computes together."""
+    sizes, compute = list[int](), Vision.features
+
+    def features(self: Vision, images: Sequence[Any]) -> Any:
+        sizes.append(len(images))
+        return compute(self, images)
+
+    monkeypatch.setattr(Vision, "features", features)
+    with engine_of(kind, max_batch_tokens=2000) as engine:
+        images_of(engine)._together_bytes = TOGETHER_BYTES
+        assert outputs_of(engine) == expected(kind)
+    assert sum(sizes) == 3 and max(sizes) > 1
 
 
 @pytest.mark.parametrize("tokens", [7, 16])

@@ -130,27 +130,32 @@ class Vision:
         """Frees the tower."""
         self.__dict__.pop("_tower", None)
 
-    def features(self, image: ProcessedImage) -> Tensor:
-        """[num_rows, columns] rows that replace the placeholders of an image (see `ImageRows`).
+    def features(self, images: Sequence[ProcessedImage]) -> list[Tensor]:
+        """[num_rows, columns] rows that replace the placeholders of each of several images (see `ImageRows`).
 
         They are what the network hands to its language model. Raises RequestError if it hands over more than is known.
+
+        images: whose inputs have the same shapes
         """
-        called = self._call(image)
-        if image.num_rows not in self._checked and (problem := self._problem(image, called)):
+        first = images[0]
+        called = self._call(images)
+        if first.num_rows not in self._checked and (problem := self._problem(first, called)):
             self._refused = f"images of models of the type {self._config.model_type} are not supported: {problem}"
             raise invalid_row(self._refused)
-        self._checked.add(image.num_rows)
-        own = called["inputs_embeds"][0][self._is_placeholder(image).to(self._device)]
-        rows = torch.cat([own, *(called.get("deepstack_visual_embeds") or ())], -1)
-        if len(rows) != image.num_rows:
-            raise ModelError(f"The vision tower gives {len(rows)} rows for an image of {image.num_rows} tokens.")
-        return rows
+        self._checked.add(first.num_rows)
+        is_placeholder = torch.stack([self._is_placeholder(image) for image in images]).to(self._device)
+        rows = torch.cat([called["inputs_embeds"][is_placeholder], *(called.get("deepstack_visual_embeds") or ())], -1)
+        if len(rows) != len(images) * first.num_rows:
+            raise ModelError(f"The vision tower gives {len(rows)} rows for {len(images)} of {first.num_rows} tokens.")
+        return [one.clone() for one in torch.split(rows, first.num_rows)]  # so that each can be freed
 
-    def _call(self, image: ProcessedImage) -> dict[str, Any]:
-        """The arguments that the language model gets for the text of an image."""
+    def _call(self, images: Sequence[ProcessedImage]) -> dict[str, Any]:
+        """The arguments that the language model gets for the texts of images."""
         inputs = {
-            name: one.to(self._device, self._dtype if one.is_floating_point() else None)
-            for name, one in image.inputs.items()
+            name: torch.cat([image.inputs[name] for image in images]).to(
+                self._device, self._dtype if one.is_floating_point() else None
+            )
+            for name, one in images[0].inputs.items()
             if name in inspect.signature(self._tower.forward).parameters
         }
         try:
@@ -175,12 +180,12 @@ class Vision:
         if extra:
             return f"its language model takes {sorted(extra)[0]}, too"
         positions, is_placeholder = called.get("position_ids"), self._is_placeholder(image)
+        run = (is_placeholder.diff(prepend=is_placeholder[:1]) != 0).cumsum(0)
         if positions is not None:
             known = self.positions(image.inputs["input_ids"][0].tolist(), [image])
             wanted = torch.arange(len(is_placeholder)) if known is None else torch.from_numpy(known)
-            if not torch.equal(positions.cpu().flatten(0, -2)[-3:].squeeze(0), wanted):
+            if not torch.equal(positions[..., 0, :].cpu().reshape(-1, len(run))[-3:].squeeze(0), wanted):
                 return "its tokens have other positions"
-        run = (is_placeholder.diff(prepend=is_placeholder[:1]) != 0).cumsum(0)
         same = (run[:, None] == run) & is_placeholder
         masks = called.get("attention_mask")
         for name, mask in masks.items() if isinstance(masks, dict) else [("full_attention", masks)]:
