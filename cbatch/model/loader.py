@@ -55,7 +55,7 @@ from cbatch.model.hf.memory_check import fits
 from cbatch.model.hf.network import load_network
 from cbatch.model.hf.placement import Placement, placement_of
 from cbatch.model.hf.vision import Vision, vision_of
-from cbatch.model.load_plan import CALIBRATION_TEXT, DEMO_MODEL, LoadPlan
+from cbatch.model.load_plan import CALIBRATION_TEXT, DEMO_MODEL, LoadPlan, choose_dtype
 from cbatch.model.lora.sites import sites_of
 from cbatch.model.lora_files import Adapter
 from cbatch.model.ops.program import Program
@@ -212,7 +212,7 @@ def _load(plan: LoadPlan) -> LoadedModel:
         path=path,
         stored=getattr(fast_model, "stored", ""),
         classifier=classifier,
-        vision=vision_of(plan.source, plan.revision, plan.device, dtype),
+        vision=vision_of(plan.source, plan.revision, plan.device, choose_dtype("auto", dtype, plan.device)),  # by torch
         make_pooling=lambda: read_pooling(model_folder(plan.source, plan.revision, FILES), tokenizer),
     )
 

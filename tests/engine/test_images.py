@@ -133,6 +133,16 @@ def test_models_that_transformers_computes(kind: str) -> None:
         assert outputs_of(engine) == expected(kind)
 
 
+@pytest.mark.parametrize(("attention", "has_bfloat16"), [("auto", False), ("reference", False), ("auto", True)])
+def test_towers_in_bfloat16(attention: str, has_bfloat16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the speed of a processor that torch has no bfloat16 for: the tower runs in float32 beside such weights."""
+    monkeypatch.setattr("cbatch.model.load_plan._cpu_has_bfloat16", lambda: has_bfloat16)
+    with engine_of("idefics3", attention=attention, dtype="bfloat16") as engine:
+        assert len({tuple(tokens) for tokens in outputs_of(engine)}) == len(CHATS)
+        rows = next(iter(images_of(engine)._features._held.values()))[0]
+        assert rows.dtype == (torch.bfloat16 if has_bfloat16 else torch.float32)
+
+
 def shake(engine: SteppingEngine, patch: pytest.MonkeyPatch) -> None:
     """Preempts most running requests every few steps."""
     step = engine.step
