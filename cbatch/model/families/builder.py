@@ -148,7 +148,7 @@ class Builder:
         self.numbers: Sequence[int] = range(self.num_layers)
         self.max_model_len = int(config.get("max_position_embeddings") or 0)
         self.is_causal = True
-        self.is_tied, self.num_experts, self.extra_tokens = False, 0, 0
+        self.is_tied, self.num_experts, self.extra_tokens, self.image_scale = False, 0, 0, 1.0
         self.other_norms: dict[str, NormKind] = {}
         self.replaced_ids: dict[int, int] = {}
         self.notes: list[str] = []
@@ -245,8 +245,8 @@ class Builder:
     def embed(self, name: str = "model.embed_tokens", scale: float = 1.0, positions: str = "", offset: int = 0) -> None:
         """Tokens, times `scale`, and maybe learned positions, which begin in row `offset` of their table."""
         self._embedding = Weight(f"{name}.weight", (self.vocab_size + self.extra_tokens, self.hidden_size))
-        size = self.max_model_len + offset, self.hidden_size
-        self.add(Embed(self._embedding, scale, Weight(f"{positions}.weight", size) if positions else None, offset))
+        learned = Weight(f"{positions}.weight", (self.max_model_len + offset, self.hidden_size)) if positions else None
+        self.add(Embed(self._embedding, scale, learned, offset, image_scale=self.image_scale))
 
     def head(
         self, norm: str, name: str = "lm_head", *, bias: bool = False, factor: float = 1.0,

@@ -60,6 +60,7 @@ def granite(model: Builder) -> None:
 
 def _decoder(model: Builder, *parts: Part) -> None:
     scale, logits = model.config.number("embedding_multiplier"), model.config.number("logits_scaling")
+    model.image_scale = scale
     logits = logits if model.kind == "hyperclovax" else 1 / logits
     decoder(model, *parts, scale=scale, factor=logits)
 

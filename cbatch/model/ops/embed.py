@@ -29,8 +29,8 @@ from cbatch.model.weight import RESIDUAL, Matrix, Weight
 
 @operation
 class Embed(Operation):
-    """target = scale * table[token ids] + positions[position + position_offset]; in the residual stream, rows of images
-    have the place of their tokens.
+    """target = scale * table[token ids] + positions[position + position_offset]; in the residual stream, rows of
+    images, times `image_scale`, have the place of their tokens.
 
     first_row: of the table, of which other processes have other rows; None: it is whole
     """
@@ -40,6 +40,7 @@ class Embed(Operation):
     positions: Weight | None = None
     position_offset: int = 0
     first_row: int | None = None
+    image_scale: float = 1.0
     target: str = writes(default=RESIDUAL)
 
     @property
@@ -65,13 +66,13 @@ class Embed(Operation):
             embed, self, floats=width, width=width, factor=self.scale,
             matrix=matrix or MatrixPlace(-1, 0), table=layout.table(self.table) if matrix is None else -1,
             positions=None if self.positions is None else layout.table(self.positions),
-            takes_images=self.target == RESIDUAL,
+            takes_images=self.target == RESIDUAL, image_factor=self.image_scale,
         )  # fmt: skip
 
     def on_device(self, plan: DevicePlan) -> Run | None:
         found = self._looked_up(plan)
         if self.target == RESIDUAL:
-            plan.begins = _with_images(found)
+            plan.begins = _with_images(found, self.image_scale)
             return None
         target = plan.written(self.target, self.table.size[1])
 
@@ -111,15 +112,15 @@ class Embed(Operation):
         return look_up_first
 
 
-def _with_images(begin: Begin) -> Begin:
-    """The same, with rows of images in place of those of their tokens."""
+def _with_images(begin: Begin, scale: float) -> Begin:
+    """The same, with rows of images, times `scale`, in place of those of their tokens."""
 
     def find(step: Step) -> tuple[Embedding, Tensor]:
         embedding, ids = begin(step)
         if (images := step.inputs.images) is None:
             return embedding, ids
         rows = embedding.table[ids].float() * embedding.scale
-        rows[images.places] = images.values[:, : rows.shape[1]].float()
+        rows[images.places] = images.values[:, : rows.shape[1]].float() * scale
         return embedding._replace(table=rows, scale=1.0), torch.arange(len(ids), device=ids.device)
 
     return find
@@ -157,7 +158,7 @@ def add_image(worker: Worker, phase: int, op: Any, step: Any) -> int:
     return phase + 1
 
 
-@instruction("width table positions position_offset takes_images", "factor", target=BUFFER, matrix=MATRIX)
+@instruction("width table positions position_offset takes_images", "factor image_factor", target=BUFFER, matrix=MATRIX)
 def embed(worker: Worker, phase: int, op: Any, step: Any) -> int:
     """table: where the embedding begins among the tables; -1 if it is a packed matrix"""
     weights, ids, out = step.weights, step.inputs.ids, floats_of(step, op.target)
@@ -167,7 +168,7 @@ def embed(worker: Worker, phase: int, op: Any, step: Any) -> int:
             factor, image = op.factor, step.inputs.image_rows[row] if has_images else -1
             if image >= 0:
                 for i in range(hidden):
-                    out[row, i] = step.inputs.images[image, i] if i < op.width else np.float32(0)
+                    out[row, i] = step.inputs.images[image, i] * op.image_factor if i < op.width else np.float32(0)
             elif op.table < 0:
                 if matrix.scale >= 0:
                     factor = factor * weights.scales[matrix.scale + ids[row]]
