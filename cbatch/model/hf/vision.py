@@ -26,6 +26,9 @@ from cbatch.model.config import read_model_config
 from cbatch.model.config_classes import levels
 from cbatch.text.loading import silence_libraries
 
+_OF_TEXT = "attention_mask", "token_type_ids", "mm_token_type_ids"
+"""Results of processors that need not concern the network."""
+
 _PLAIN = frozenset(["attention_mask", "inputs_embeds", "position_ids", "return_dict"])
 _LEVELS = frozenset(["visual_pos_masks", "deepstack_visual_embeds"])
 """Arguments of language models, and those that add rows of images to hidden states (see `ImageRows`)."""
@@ -75,7 +78,7 @@ class Vision:
         if self._refused:
             raise invalid_row(self._refused)
         try:
-            return str(self._processor.image_token)
+            return str(getattr(self._processor, "image_placeholder_token", None) or self._processor.image_token)
         except Exception as error:  # what is missing is named by errors of many kinds
             packages = [one for one in ("num2words", "torchvision") if one in str(error).lower() and not find_spec(one)]
             reason = f"it needs the package {packages[0]}." if packages else first_sentence(error)
@@ -156,7 +159,7 @@ class Vision:
                 self._device, self._dtype if one.is_floating_point() else None
             )
             for name, one in images[0].inputs.items()
-            if name in inspect.signature(self._tower.forward).parameters
+            if name not in _OF_TEXT or name in inspect.signature(self._tower.forward).parameters
         }
         try:
             with torch.inference_mode():
@@ -181,6 +184,9 @@ class Vision:
             return f"its language model takes {sorted(extra)[0]}, too"
         positions, is_placeholder = called.get("position_ids"), self._is_placeholder(image)
         run = (is_placeholder.diff(prepend=is_placeholder[:1]) != 0).cumsum(0)
+        is_filled = ~called["inputs_embeds"][0].isnan().all(-1).cpu()
+        if (is_filled & ~is_placeholder).any() or not is_filled.any():
+            return "other tokens are replaced than those of its images"
         if positions is not None:
             known = self.positions(image.inputs["input_ids"][0].tolist(), [image])
             wanted = torch.arange(len(is_placeholder)) if known is None else torch.from_numpy(known)
@@ -229,6 +235,7 @@ class Vision:
         for one in {network.get_input_embeddings(), *decoder.modules()}:
             if isinstance(one, torch.nn.Embedding):
                 one.register_forward_pre_hook(_embed_any)
+                one.weight.data.fill_(torch.nan)
         decoder.register_forward_pre_hook(_reach, with_kwargs=True)
         return tower
 
