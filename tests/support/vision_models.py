@@ -212,13 +212,13 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def _grid(
-    kind: str, name: str, tower: dict[str, Any], rope: dict[str, Any], text_kind: str = "",
+    kind: str, name: str, tower: dict[str, Any], rope: dict[str, Any] | None, text_kind: str = "",
     images: tuple[str, str] = ("qwen2_vl", "Qwen2VL"), **text: Any,
 ) -> _Parts:  # fmt: skip
     """A model whose images are grids of patches, and whose positions mostly have three axes (M-RoPE).
 
     tower:     settings of its vision tower
-    rope:      of the rotary embedding
+    rope:      of the rotary embedding; None: as its type has it
     text_kind: type of its language model, if that is not called after it
     images:    module and name of its image processor
     """
@@ -228,7 +228,8 @@ def _grid(
     marks = {f"{one}_{side}_token_id": ids(token) for one in ("vision", "image", "video")
              for side, token in (("start", begin), ("end", end))}  # fmt: skip
     config = getattr(transformers, f"{name}Config")(
-        text_config=_text(text_kind or f"{kind}_text", tokenizer, **_rope(rope), **text), vision_config=tower,
+        text_config=_text(text_kind or f"{kind}_text", tokenizer, **({} if rope is None else _rope(rope)), **text),
+        vision_config=tower,
         image_token_id=ids(image), video_token_id=ids(video), **marks,
     )  # fmt: skip
     frames = 1 if images[0] == "paddleocr_vl" else 2

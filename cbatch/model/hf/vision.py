@@ -297,8 +297,9 @@ def processor_class(kind: str) -> Any:
     names, mixin = found.get_attributes(), transformers.ProcessorMixin
     others = [name for name in names if name != "video_processor"]
 
-    def init(self: Any, *arguments: Any, video_processor: None = None, **options: Any) -> None:
-        mixin.__init__(self, *arguments, **options)
+    def init(self: Any, *arguments: Any, **options: Any) -> None:
+        given = {**dict(zip(names, arguments, strict=False)), **options, "video_processor": None}
+        mixin.__init__(self, **{name: one for name, one in given.items() if name != "video_processor"})
 
     def loaded(cls: Any, *arguments: Any, **options: Any) -> list[Any]:
         parts = list(found._get_arguments_from_pretrained.__func__(cls, *arguments, **options))
