@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import chain, islice
 from threading import RLock
@@ -123,17 +123,23 @@ class Images:
         self.encoding_s = 0.0
         """Seconds of the engine's thread for that."""
 
-    def texts(self, pictures: Iterable[Picture]) -> ImageTexts:
+    def texts(self, pictures: Sequence[Picture]) -> ImageTexts:
         """The texts that stand for pictures in a prompt. Raises RequestError for one that cannot be read."""
-        return ImageTexts(self._vision.marker, [self._layout(picture, picture.digest()).text for picture in pictures])
+        layouts = [self._layout(picture, name) for picture, name in self._named(pictures)]
+        return ImageTexts(self._vision.marker, [layout.text for layout in layouts])
+
+    def _named(self, pictures: Sequence[Picture]) -> Iterator[tuple[Picture, str]]:
+        """Pictures of a conversation with the digest of each, which ends otherwise if others make it something else."""
+        ending = "0" if self._vision.other is not None and len(pictures) > 1 else ""
+        return ((picture, picture.digest() + ending) for picture in pictures)
 
     def place(self, request: Request) -> None:
         """Says where the images of a request stand among its token ids, once these are known."""
-        placeholder, start = self._vision.placeholder, 0
-        places = [place for place, token in enumerate(request.prompt_ids) if token == placeholder]
+        placeholders, start = self._vision.placeholders, 0
+        places = [place for place, token in enumerate(request.prompt_ids) if token in placeholders]
         content, images, layouts = list(request.prompt_ids), list[PlacedImage](), list[ProcessedImage]()
-        for picture in request.pictures:
-            layouts.append(self._layout(picture, digest := picture.digest()))
+        for picture, digest in self._named(request.pictures):
+            layouts.append(self._layout(picture, digest))
             if (stop := start + layouts[-1].num_rows) == start:
                 raise picture.invalid("stands for no token of this model")
             image = PlacedImage(picture, digest, np.array(places[start:stop], np.int64))
@@ -237,10 +243,11 @@ class Images:
         return found or self._process(picture, digest)
 
     def _process(self, picture: Picture, digest: str, *, is_next: bool = False) -> ProcessedImage:
-        made = self._vision.process(decode(picture))
-        self._input_bytes = made.nbytes
-        if picture.digest() != digest:
+        pixels, now = decode(picture), picture.digest()
+        if not digest.startswith(now):
             raise picture.invalid("has changed since it was read")
+        made = self._vision.process(pixels, is_alone=digest == now)
+        self._input_bytes = made.nbytes
         if is_next or self._features.get(digest) is None:
             self._inputs.put(digest, made, made.nbytes, at_any_rate=is_next)
         layout = made._replace(inputs={name: one for name, one in made.inputs.items() if one.nbytes <= SMALL})

@@ -390,7 +390,8 @@ class Reference:
         images = [Image.open(BytesIO(b64decode(file))) for file in files]
         given = {"return_tensors": "pt", "add_special_tokens": False}
         processor = self._processor if files else self._processor.tokenizer
-        inputs = processor(text=[text], **({"images": images} if files else {}), **given)
+        nested = images if hasattr(processor, "multi_page") else [images]
+        inputs = processor(text=[text], **({"images": nested} if files else {}), **given)
         with torch.inference_mode():
             self._network.generation_config.eos_token_id = None
         with torch.inference_mode():

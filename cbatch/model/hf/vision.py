@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.base.errors import ModelError, first_sentence, invalid_row
+from cbatch.base.errors import ModelError, RequestError, first_sentence, invalid_row
 from cbatch.base.model_files import model_folder
 from cbatch.media.pictures import NO_IMAGES
 from cbatch.model.config import read_model_config
@@ -28,6 +28,8 @@ from cbatch.text.loading import silence_libraries
 
 _OF_TEXT = "attention_mask", "token_type_ids", "mm_token_type_ids"
 """Results of processors that need not concern the network."""
+
+_BLANK = np.zeros((64, 64, 3), np.uint8)
 
 _PLAIN = frozenset(["attention_mask", "inputs_embeds", "position_ids", "return_dict"])
 _LEVELS = frozenset(["visual_pos_masks", "deepstack_visual_embeds"])
@@ -85,9 +87,9 @@ class Vision:
             raise invalid_row(f"the model's processor of images cannot be loaded: {reason}") from error
 
     @cached_property
-    def placeholder(self) -> int:
-        """The token that the rows of an image's features replace."""
-        return int(self._config.image_token_id)
+    def placeholders(self) -> frozenset[int]:
+        """The tokens that the rows of an image's features replace."""
+        return frozenset([self._config.image_token_id, *getattr(self._config, "visual_indicator_token_ids", ())])
 
     @property
     def two_way(self) -> Literal["all", "windows"] | None:
@@ -97,20 +99,45 @@ class Vision:
         of_text = self._config.get_text_config()
         return "windows" if getattr(of_text, "use_bidirectional_attention", None) == "vision" else None
 
-    def process(self, pixels: NDArray[np.uint8]) -> ProcessedImage:
-        """An image [height, width, 3] as the model takes it. May be called by any thread."""
+    @cached_property
+    def other(self) -> ProcessedImage | None:
+        """A blank image beside another one, if images are something else there than alone.
+
+        Raises RequestError if the text of an image depends on what stands around it.
+        """
+        one, two = (self._process([_BLANK] * count, around="x") for count in (1, 2))
+        half = two.text[1 : len(two.text) // 2]
+        if two.text != f"x{half}{half}x" or one.text[:: len(one.text) - 1] != "xx":
+            raise self._unsupported("the text of one depends on what stands around it")
+        pairs = [(one.inputs[name], two.inputs[name]) for name in one.inputs.keys() - {*_OF_TEXT, "input_ids"}]
+        if one.text == f"x{half}x" and all(torch.equal(torch.cat([a, a]).flatten(), b.flatten()) for a, b in pairs):
+            return None
+        return ProcessedImage(half, two.num_rows // 2, {})
+
+    def process(self, pixels: NDArray[np.uint8], *, is_alone: bool = True) -> ProcessedImage:
+        """An image [height, width, 3] as the model takes it. May be called by any thread.
+
+        is_alone: whether it is the only one of its conversation
+        """
+        if is_alone or self.other is None:
+            return self._process([pixels])
+        both, (text, num_rows, _) = self._process([pixels, _BLANK]), self.other
+        return both._replace(text=both.text.removesuffix(text), num_rows=both.num_rows - num_rows)
+
+    def _process(self, pixels: Sequence[NDArray[np.uint8]], around: str = "") -> ProcessedImage:
         from PIL import Image
 
         with self._lock:
             recorder = _Recorder(self._processor.tokenizer)
             self._processor.tokenizer = recorder
             try:
-                given = {"add_special_tokens": False, "return_tensors": "pt"}
-                made = self._processor(text=[self.marker], images=[Image.fromarray(pixels)], **given)
+                text, given = around + len(pixels) * self.marker + around, [*map(Image.fromarray, pixels)]
+                of_prompts = given if hasattr(self._processor, "multi_page") else [given]  # else pages of one image
+                made = self._processor(text=[text], images=of_prompts, add_special_tokens=False, return_tensors="pt")
             finally:
                 self._processor.tokenizer = recorder.tokenizer
         inputs = {name: one for name, one in made.items() if isinstance(one, Tensor)}
-        return ProcessedImage(recorder.text, made["input_ids"][0].tolist().count(self.placeholder), inputs)
+        return ProcessedImage(recorder.text, int(self._is_placeholder(made["input_ids"][0]).sum()), inputs)
 
     def positions(self, token_ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.int64] | None:
         """[3, P] of a prompt's tokens, in time, rows and columns; None if the model only counts them."""
@@ -118,7 +145,7 @@ class Vision:
             return None
         ids = torch.tensor([token_ids])
         grids = torch.cat([image.inputs["image_grid_thw"] for image in images])
-        types = (ids == self.placeholder).int()
+        types = self._is_placeholder(ids).int()
         given = {"image_grid_thw": grids, "mm_token_type_ids": types, "attention_mask": torch.ones_like(ids)}
         known = inspect.signature(self._skeleton.get_rope_index).parameters
         found, _ = self._skeleton.get_rope_index(ids, **{name: one for name, one in given.items() if name in known})
@@ -143,14 +170,12 @@ class Vision:
         first = images[0]
         called = self._call(images)
         if first.num_rows not in self._checked and (problem := self._problem(first, called)):
-            self._refused = f"images of models of the type {self._config.model_type} are not supported: {problem}"
-            raise invalid_row(self._refused)
+            raise self._unsupported(problem)
         self._checked.add(first.num_rows)
-        is_placeholder = torch.stack([self._is_placeholder(image) for image in images]).to(self._device)
-        rows = torch.cat([called["inputs_embeds"][is_placeholder], *(called.get("deepstack_visual_embeds") or ())], -1)
-        if len(rows) != len(images) * first.num_rows:
-            raise ModelError(f"The vision tower gives {len(rows)} rows for {len(images)} of {first.num_rows} tokens.")
-        return [one.clone() for one in torch.split(rows, first.num_rows)]  # so that each can be freed
+        is_placeholder = self._is_placeholder(torch.cat([image.inputs["input_ids"] for image in images]))
+        own = called["inputs_embeds"][is_placeholder.to(self._device)]
+        rows = torch.cat([own, *(called.get("deepstack_visual_embeds") or ())], -1)
+        return [one[: first.num_rows].clone() for one in rows.chunk(len(images))]  # so that each can be freed
 
     def _call(self, images: Sequence[ProcessedImage]) -> dict[str, Any]:
         """The arguments that the language model gets for the texts of images."""
@@ -168,8 +193,12 @@ class Vision:
             return reached.arguments
         raise ModelError(f"Networks of the type {self._config.model_type} do not call their language model.")
 
-    def _is_placeholder(self, image: ProcessedImage) -> Tensor:
-        return image.inputs["input_ids"][0] == self.placeholder
+    def _is_placeholder(self, token_ids: Tensor) -> Tensor:
+        return torch.isin(token_ids, torch.tensor([*self.placeholders]))
+
+    def _unsupported(self, problem: str) -> RequestError:
+        self._refused = f"images of models of the type {self._config.model_type} are not supported: {problem}"
+        return invalid_row(self._refused)
 
     def _problem(self, image: ProcessedImage, called: dict[str, Any]) -> str:
         """Says what of a call of the language model the engine would not do; empty if all is well."""
@@ -182,7 +211,7 @@ class Vision:
             extra.discard("per_layer_inputs")
         if extra:
             return f"its language model takes {sorted(extra)[0]}, too"
-        positions, is_placeholder = called.get("position_ids"), self._is_placeholder(image)
+        positions, is_placeholder = called.get("position_ids"), self._is_placeholder(image.inputs["input_ids"][0])
         run = (is_placeholder.diff(prepend=is_placeholder[:1]) != 0).cumsum(0)
         is_filled = ~called["inputs_embeds"][0].isnan().all(-1).cpu()
         if (is_filled & ~is_placeholder).any() or not is_filled.any():
