@@ -37,7 +37,7 @@ _O_PATH = getattr(os, "O_PATH", os.O_RDONLY)
 """Opens a folder that may be passed through, but not listed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Picture:
     """A picture that is not decoded.
 
@@ -47,14 +47,26 @@ class Picture:
 
     source: Path | bytes = field(repr=False)
     name: str
+    _digest: str = field(default="", init=False, repr=False, compare=False)
 
     def read(self) -> bytes:
         """The bytes of the file. Raises RequestError unless it is a regular file of at most MAX_BYTES."""
         return self.source if isinstance(self.source, bytes) else self._tried(_read, self.source)
 
     def digest(self) -> str:
-        """A hash of the bytes. A file is read again if it has changed since. Raises RequestError as `read` does."""
-        return _hash(self.source) if isinstance(self.source, bytes) else self._tried(_digest, self.source)
+        """A hash of the bytes that it had when this was first called. Raises RequestError as `read` does."""
+        if not self._digest:
+            self._digest = _hash(self.source) if isinstance(self.source, bytes) else self._tried(_digest, self.source)
+        return self._digest
+
+    def unchanged(self) -> Picture:
+        """The picture in memory. Raises RequestError as `read` does, and if its file has not the bytes of `digest`."""
+        if isinstance(self.source, bytes):
+            return self
+        found = Picture(self.read(), self.name)
+        if found.digest() != self.digest():
+            raise self.invalid("has changed since it was read")
+        return found
 
     def invalid(self, problem: str) -> RequestError:
         return invalid_row(f"{self.name} {problem}")

@@ -243,10 +243,7 @@ class Images:
         return found or self._process(picture, digest)
 
     def _process(self, picture: Picture, digest: str, *, is_next: bool = False) -> ProcessedImage:
-        pixels, now = decode(picture), picture.digest()
-        if not digest.startswith(now):
-            raise picture.invalid("has changed since it was read")
-        made = self._vision.process(pixels, is_alone=digest == now)
+        made = self._vision.process(decode(picture.unchanged()), is_alone=digest == picture.digest())
         self._input_bytes = made.nbytes
         if is_next or self._features.get(digest) is None:
             self._inputs.put(digest, made, made.nbytes, at_any_rate=is_next)

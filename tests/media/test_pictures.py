@@ -273,6 +273,22 @@ def test_files_are_read_once_for_their_digests(folder: Path, monkeypatch: pytest
     assert len({picture.digest() for _ in range(3)}) == 1 and len(reads) == 1
 
 
+def test_a_picture_stays_what_its_key_says(folder: Path) -> None:
+    """Guards a file that is replaced during a run: its row must not have the key of one and the tokens of another."""
+    made, path = inputs(folder).request(row(image("photos/a cat.png"))), folder / "photos" / "a cat.png"
+    (picture,) = made.pictures
+    before = picture.digest()
+    assert picture.unchanged().source == DATA
+    path.write_bytes(b"another")
+    assert picture.digest() == before and inputs(folder).request(row(image("photos/a cat.png"))).key != made.key
+    with pytest.raises(
+        RequestError, match=r"^image 1 of message 1 \(photos/a cat.png\) has changed since it was read$"
+    ):
+        picture.unchanged()
+    path.write_bytes(DATA)
+    assert picture.unchanged().source == DATA
+
+
 def test_lines_are_parsed_without_their_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards flat memory: a file is read when its row is prepared, and what a line holds is not kept twice."""
     monkeypatch.setattr(os, "open", None)

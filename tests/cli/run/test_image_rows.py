@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import base64
+import os
+import re
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,45 @@ def rows(folder: Path) -> list[Any]:
     names = ["0.png", "1.png", f"data:image/png;base64,{data}", "2.png", "1.png"]
     parts = [[{"type": "image_url", "image_url": {"url": name}}, {"type": "text", "text": "?"}] for name in names]
     return [{"messages": [{"role": "user", "content": part}]} for part in (*parts, "no picture")]
+
+
+def test_pictures_that_cannot_be_used_harm_no_other_row(command: Command) -> None:
+    """Guards a folder of a user: a sentence for each bad picture that names it, and good rows as if they were alone."""
+    folder, whole = Path("photos"), Path("0.png").read_bytes()
+    folder.mkdir()
+    files = {
+        "cut.png": whole[:2000],
+        "half.png": whole[: len(whole) // 2],
+        "empty.png": b"",
+        "notes.png": b"no picture",
+    }
+    files |= {"flipped.png": whole[:100] + bytes([255 - whole[100]]) + whole[101:], "drawing.png": b"<svg/>"}
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    os.mkfifo(folder / "pipe.png")
+    (folder / "out.png").symlink_to(Path("/etc/passwd"))
+    names = [
+        *(f"photos/{name}" for name in (*files, "pipe.png", "out.png", "missing.png")),
+        "photos",
+        "data:image/png;base64,A",
+    ]
+    good = [{**row, "id": number} for number, row in enumerate(rows(Path()))]
+    bad = [{"messages": [{"role": "user", "content": [
+        {"type": "image", "path": "0.png"}, {"type": "image", "path": name}]}]} for name in names]  # fmt: skip
+
+    def without_place(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{**row, "index": 0, "check": ""} for row in found if "error" not in row]
+
+    code, alone = command.answer(good)
+    assert code == 0 and len(alone) == len(good)
+    code, found = command.answer([row for pair in zip_longest(bad, good) for row in pair if row])
+    assert code == 1 and without_place(found) == without_place(alone)
+    errors = [row["error"] for row in found if "error" in row]
+    for name, error in zip(names, errors, strict=True):
+        assert error["code"] == "invalid_row", error
+        assert re.match(
+            rf"line \d+: image 2 of message 1 \({name[:21]}\) cannot be (decoded|read|used): .", error["message"]
+        )
 
 
 def test_replicas_give_the_same_bytes(command: Command, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
