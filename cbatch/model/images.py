@@ -243,7 +243,11 @@ class Images:
         return found or self._process(picture, digest)
 
     def _process(self, picture: Picture, digest: str, *, is_next: bool = False) -> ProcessedImage:
-        made = self._vision.process(decode(picture.unchanged()), is_alone=digest == picture.digest())
+        pixels, is_alone = decode(picture.unchanged()), digest == picture.digest()
+        try:
+            made = self._vision.process(pixels, is_alone=is_alone)
+        except Exception as error:  # such as for a picture that is too narrow for the model
+            raise picture.invalid(f"cannot be processed: {in_short(error)}") from error
         self._input_bytes = made.nbytes
         if is_next or self._features.get(digest) is None:
             self._inputs.put(digest, made, made.nbytes, at_any_rate=is_next)

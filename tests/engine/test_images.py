@@ -366,3 +366,13 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert refused.error is not None and refused.error.code == "invalid_row"
         assert str(refused.error).endswith("processor of images cannot be loaded: it needs the package torchvision.")
         assert len(answered.token_ids) == 2
+
+
+def test_a_picture_that_a_processor_refuses() -> None:
+    """Guards the rows beside a picture that only this model cannot take, and the words that say which it is."""
+    rows = [{"messages": [message("user", "a", SMALL, picture(4, 1, 300))]}, {"messages": CHATS["one"]}]
+    with engine_of("qwen2_vl") as engine:
+        refused, answered = generate(engine, rows, SamplingParams(max_tokens=2))
+    assert refused.error is not None and refused.error.code == "invalid_row"
+    assert str(refused.error).startswith("image 2 of message 1 cannot be processed: ValueError: absolute aspect ratio")
+    assert len(answered.token_ids) == 2
