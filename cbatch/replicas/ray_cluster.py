@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TextIO, cast
 
 from cbatch.base.config import EngineConfig
@@ -48,7 +49,9 @@ class ReplicaActor:
     Ray would wrap an exception in one of its own, with a traceback of the other machine as its message.
     """
 
-    def __init__(self, factory: str, config: EngineConfig, num_threads: int) -> None:
+    def __init__(self, factory: str, config: EngineConfig, num_threads: int, folder: str) -> None:
+        with suppress(OSError):  # of a node that has not the folder which relative paths begin in
+            os.chdir(folder)
         os.environ |= dict.fromkeys(THREAD_VARIABLES, str(num_threads))
         self._replica: Any = None
         self._open = factory, config
@@ -122,7 +125,7 @@ class RayLauncher(ReplicaLauncher):
             num_cpus=num_cpus, num_gpus=num_gpus, resources=own, max_restarts=0, max_task_retries=0
         )
         try:
-            actor = options.remote(self._factory, config, max(int(num_cpus), 1))
+            actor = options.remote(self._factory, config, max(int(num_cpus), 1), str(Path.cwd()))
         except RayError as error:
             raise WorkerDied(first_line(error).rstrip(".:")) from error
         return RayConnection(actor, self.name(number), self._needs)

@@ -34,6 +34,9 @@ class Stub:
         cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
         return self.config, cores, dict(os.environ)
 
+    def folder(self) -> str:
+        return str(Path.cwd())
+
     def has_torch(self) -> bool:
         return "torch" in sys.modules
 

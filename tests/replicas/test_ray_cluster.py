@@ -72,6 +72,20 @@ def test_actors_are_called(launcher: RayLauncher) -> None:
     first.kill()
 
 
+def test_relative_paths_are_those_of_the_command(
+    launcher: RayLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards `-m ./model` on a cluster that was started in another folder, and nodes that have not this folder."""
+    monkeypatch.chdir(tmp_path)
+    first = started(launcher)
+    assert first.call("folder", timeout_s=60) == str(tmp_path)
+    first.kill()
+    monkeypatch.setattr(ray_cluster.Path, "cwd", lambda: tmp_path / "gone")
+    other = started(launcher)
+    assert other.call("echo", 1, timeout_s=60) == 1
+    other.kill()
+
+
 def test_deaths_are_noticed(
     launcher: RayLauncher, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
