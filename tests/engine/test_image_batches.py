@@ -258,7 +258,7 @@ def test_an_image_without_tokens_is_an_error(
     """Guards the step of other requests, and an answer that would not be about the picture."""
     _, vision = parts(engine := make_engine())
     process = vision.process
-    monkeypatch.setattr(vision, "process", lambda pixels: process(pixels)._replace(text="", num_rows=0))
+    monkeypatch.setattr(vision, "process", lambda pixels, is_alone: process(pixels)._replace(text="", num_rows=0))
     with pytest.raises(AssertionError, match=r"image 1 \(1.png\) stands for no token of this model"):
         ask(engine, 1)
 

@@ -127,11 +127,11 @@ class Vision:
     def _process(self, pixels: Sequence[NDArray[np.uint8]], around: str = "") -> ProcessedImage:
         from PIL import Image
 
+        text, given = around + len(pixels) * self.marker + around, [*map(Image.fromarray, pixels)]
         with self._lock:
             recorder = _Recorder(self._processor.tokenizer)
             self._processor.tokenizer = recorder
             try:
-                text, given = around + len(pixels) * self.marker + around, [*map(Image.fromarray, pixels)]
                 of_prompts = given if hasattr(self._processor, "multi_page") else [given]  # else pages of one image
                 made = self._processor(text=[text], images=of_prompts, add_special_tokens=False, return_tensors="pt")
             finally:
