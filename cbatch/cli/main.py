@@ -113,7 +113,6 @@ def main() -> None:
     hide_warnings()
     for signum in SIGNALS:
         signal.signal(signum, raise_interrupted)
-    signal.signal(signal.SIGUSR1, lambda signum, frame: None)  # ends no process before a run can answer it
     code = run_command()
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_IGN)

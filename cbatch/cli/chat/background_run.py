@@ -218,8 +218,6 @@ def parse_run_options(command_line: str) -> RunOptions:
         raise UserError("/run: --stats needs the name of a file here.")
     if options.check:
         raise UserError("--check only works in the shell: cbatch run FILE --check.")
-    if options.status_file is not None:
-        raise UserError("--status-file only works in the shell: cbatch run FILE --status-file STATUS.")
     for name in (*options_of(EngineConfig), *options_of(ReplicaOptions)):
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise UserError(f"--{name.replace('_', '-')} cannot be changed here: the engine is running already.")

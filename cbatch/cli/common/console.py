@@ -61,14 +61,9 @@ def notice(text: str) -> None:
 
     Does not raise if nobody can read it: a message must never end a run.
     """
-    print_line(f"cbatch: {safe(' '.join(shortened(text).splitlines()))}")
-
-
-def print_line(line: str) -> None:
-    """Prints a line on stderr as it is, above the progress. Does not raise if nobody can read it."""
     if sys.stderr is not None:
         with suppress(OSError), _without_bar():
-            print(line, file=sys.stderr, flush=True)
+            print(f"cbatch: {safe(' '.join(shortened(text).splitlines()))}", file=sys.stderr, flush=True)
 
 
 def shortened(text: str) -> str:

@@ -26,9 +26,6 @@ from cbatch.requests.row_keys import Origin, explain_difference
 ShowProgress = Callable[[int | None, ProgressState, Details], AbstractContextManager[Callable[[], None]]]
 """Opens a display of progress, with the number of rows if it is known; see `show_progress`."""
 
-Show = Callable[..., None]
-"""Takes what gives the figures of a run, and `is_last`; see `RunStatus.show`."""
-
 WhileRunning = Callable[[Callable[[int], None]], AbstractContextManager[object]]
 """A context for the time in which a run may be interrupted. Gets what interrupts it, by a number of a signal."""
 
@@ -42,15 +39,13 @@ def run_batch(
     *,
     progress: ShowProgress,
     while_running: WhileRunning,
-    show: Show = lambda figures, is_last=False: None,
     in_lines: bool = False,
 ) -> None:
     """Runs every row of `source`, and prints a summary on stderr. Raises as `run_stream` does.
 
-    show:     called often, and in the end
     in_lines: whether `progress` has a terminal for several lines
     """
-    total = None if options.quiet and options.status_file is None else source.count()
+    total = None if options.quiet else source.count()
     row_options = _row_options(options, output, driver)
     stream = driver.open(row_options, window=options.window)  # raises before the output changes
     stats.attach(driver, stream)
@@ -70,7 +65,6 @@ def run_batch(
     def on_rows(rows: Sequence[Row]) -> None:
         stats.count(rows)
         now.finished(rows)
-        show(now.figures)
         if options.verbose:
             for row in rows:
                 if row.has_failed:
@@ -82,7 +76,6 @@ def run_batch(
             most = {"max_errors": options.max_errors, "max_truncated": options.max_truncated}
             run_stream(stream, output, plan.with_history(lines), on_rows, kept=plan, **most)
     finally:
-        show(now.figures, is_last=True)
         stats.detach()
         if not options.quiet and not isinstance(sys.exception(), ReaderGone):
             advice = stats.prefix_advice(source.template) if options.engine.prefix_cache else ""

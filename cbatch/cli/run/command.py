@@ -61,7 +61,6 @@ def run(**values: Any) -> Literal[0, 1]:
     You can interrupt a run at any time: with -o, --resume continues it.
     """
     from cbatch.cli.run.stats import RunStats
-    from cbatch.cli.run.status import RunStatus
 
     options = make_options(RunOptions, values)
     if not options.quiet:
@@ -72,10 +71,6 @@ def run(**values: Any) -> Literal[0, 1]:
         source = opened.enter_context(closing(open_input(options)))
         if options.check:
             return _check(options, source, stats)
-        others = {"the input": options.input, "the output": options.output, "the file of --stats": options.stats}
-        if options.status_file is not None:
-            check_distinct_file("--status-file", options.status_file, others)
-        status = opened.enter_context(RunStatus(options.status_file))
         with open_output(options, source) as output, _open_driver(options, stats) as driver:
             from cbatch.cli.run.batch_run import run_batch
 
@@ -87,7 +82,6 @@ def run(**values: Any) -> Literal[0, 1]:
                 stats,
                 progress=partial(show_progress, quiet=options.quiet),
                 while_running=partial(_while_running, options, output.stop_timeout_s),
-                show=status.show,
                 in_lines=sys.stderr is not None and sys.stderr.isatty(),
             )
     return 1 if stats.errors or stats.errors_kept else 0

@@ -152,12 +152,6 @@ class RunOptions:
     stats: str | None = _report(
         None, "Write statistics of this run as JSON, however it ends; - is stdout.", metavar="FILE", is_file=True
     )
-    status_file: str | None = _report(
-        None,
-        "Rewrite FILE about once a second with how far the run is, as JSON; SIGUSR1 prints the same on stderr.",
-        metavar="FILE",
-        is_file=True,
-    )
     quiet: bool = _report(False, "Print only errors on stderr.", names=("-q", "--quiet"))
     verbose: bool = _report(False, "Print more about the engine, and each error row.", names=("-v", "--verbose"))
 

@@ -356,71 +356,42 @@ class RunProgress:
         """These rows were written."""
         self._last = rows[-1] if rows else self._last
 
-    def figures(self) -> dict[str, Any]:
-        """The state of the run as JSON; times in seconds, null for what is not known."""
+    def state(self) -> tuple[int, str]:
+        """The number of rows that are done, and the text that follows it."""
         stats, now, ahead = self._stats, self._driver.stats(), self._stream.ahead()
         done, engines, each = stats.rows + stats.rows_kept, stats.engines, self._driver.each()
-        step_s, prompt_tokens_per_s = self._rates(now.num_steps, engines.num_prefilled_tokens)
+        step_s, prompt_speed = self._rates(now.num_steps, engines.num_prefilled_tokens)
         rows_left = self._total - done if self._total else ahead.rows if ahead is not None else 0
         prompts, outputs = work_left(stats, rows_left, now.num_running, ahead)
         begun = engines.num_prefilled_tokens - (engines.num_prompt_tokens - engines.num_cached_tokens)
         prompts = max(prompts - max(begun, 0), 0.0) if prompts is not None and (self._total or ahead) else None
-        eta_s = expected = None
+        left_s, tokens = 0.0, f"{stats.output_tokens:,}"
         if outputs is not None and prompts is not None and self._total:
-            expected = round(stats.output_tokens + outputs)
+            tokens += f" of about {stats.output_tokens + outputs:,.0f}"
             was_done = stats.output_tokens + engines.num_prefilled_tokens / PROMPT_TOKENS_PER_OUTPUT_TOKEN
-            eta_s = (outputs + prompts / PROMPT_TOKENS_PER_OUTPUT_TOKEN) / was_done * stats.running_s
+            left_s = (outputs + prompts / PROMPT_TOKENS_PER_OUTPUT_TOKEN) / was_done * stats.running_s
         if ahead is not None and step_s is not None:
-            if eta_s is not None:
-                eta_s = max(eta_s, ahead.longest_likely * step_s)  # which no other row makes shorter
+            if left_s:
+                left_s = max(left_s, ahead.longest_likely * step_s)  # which no other row makes shorter
             self._tell_tail(ahead, now, step_s)
-        spread = stats.spread((self._total or done) - done)
-        return {
-            "rows": done,
-            "rows_total": self._total,
-            "errors": stats.errors.total(),
-            "elapsed_s": rounded_s(stats.running_s),
-            "eta_s": eta_s and rounded_s(eta_s),
-            "eta_low_s": eta_s and rounded_s(eta_s * max(1 - spread, 0)),
-            "eta_high_s": eta_s and rounded_s(eta_s * (1 + spread)),
-            "output_tokens": stats.output_tokens,
-            "output_tokens_expected": expected,
-            "output_tokens_per_s": round(stats.output_tokens / max(stats.running_s, 1e-9), 2),
-            "prompt_tokens_per_s": round(prompt_tokens_per_s, 2),
-            "prompt_tokens_left": round(prompts) if prompts is not None else None,
-            "slots_running": now.num_running,
-            "slots": self._driver.limits.max_seqs * max(len(each), 1),
-            "waiting": now.num_waiting,
-            "kv_cache_used": round(now.cache_used, 4),
-            "replicas_running": sum(one.state == "running" for one in each),
-            "replicas": len(each),
-        }
-
-    def state(self) -> tuple[int, str]:
-        """The number of rows that are done, and the text that follows it."""
-        now = self.figures()
-        seconds, low, high = (
-            tqdm.format_interval(now[name]) if now[name] is not None else ""
-            for name in ("eta_s", "eta_low_s", "eta_high_s")
-        )
-        span = f" ({low}-{high})" if low != high else ""
-        errors, replicas, to_come = now["errors"], now["replicas"], now["prompt_tokens_left"]
-        expected = now["output_tokens_expected"]
-        prompts = f"prompts {now['prompt_tokens_per_s']:,.0f} tok/s" + (f", {to_come:,} to go" if to_come else "")
+        spread, errors = stats.spread((self._total or done) - done), stats.errors.total()
+        low, likely, high = (tqdm.format_interval(left_s * part) for part in (max(1 - spread, 0), 1, 1 + spread))
+        running, slots = sum(one.state == "running" for one in each), self._driver.limits.max_seqs * max(len(each), 1)
         first = [  # the most important part comes first, because a narrow terminal cuts off the rest
-            f"{now['output_tokens_per_s']:,.0f} tok/s",
-            f"{seconds} left{span}" if seconds else "",
+            f"{stats.output_tokens / max(stats.running_s, 1e-9):,.0f} tok/s",
+            f"{likely} left" + (f" ({low}-{high})" if low != high else "") if left_s else "",
             format_count(errors, "error") if errors else "",
-            f"{now['replicas_running']} of {replicas} replicas" if now["replicas_running"] < replicas else "",
+            f"{running} of {len(each)} replicas" if running < len(each) else "",
         ]
         rest = [
-            prompts if to_come or now["prompt_tokens_per_s"] else "",
-            f"{now['slots_running']}/{now['slots']} slots, {now['waiting']} wait",
-            f"KV {now['kv_cache_used']:.0%}",
-            f"{now['output_tokens']:,}" + (f" of about {expected:,}" if expected is not None else "") + " tokens",
+            f"prompts {prompt_speed:,.0f} tok/s" if prompts or prompt_speed else "",
+            f"{prompts:,.0f} to go" if prompts else "",
+            f"{now.num_running}/{slots} slots, {now.num_waiting} wait",
+            f"KV {now.cache_used:.0%}",
+            f"{tokens} tokens",
         ]
         self._rest = ", ".join(filter(None, rest))
-        return now["rows"], ", ".join(filter(None, first if self._in_lines else first + rest))
+        return done, ", ".join(filter(None, first if self._in_lines else first + rest))
 
     def details(self) -> list[str]:
         """The figures that `state` left out, and the last row; nothing unless `in_lines`."""

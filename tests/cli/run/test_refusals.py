@@ -16,8 +16,6 @@ AT_THE_START = [
     ("in.jsonl -o no/such/folder.jsonl", "Cannot write"),
     ("in.jsonl -o .", "a file is needed"),
     ("in.jsonl --stats in.jsonl", "--stats in.jsonl is the input;"),
-    ("in.jsonl --status-file in.jsonl", "--status-file in.jsonl is the input;"),
-    ("in.jsonl --status-file no/such/file", "Cannot write no/such"),
     ("in.jsonl --stats no/such/file", "Cannot write no/such"),
     ("in.jsonl --top-p 7", "--top-p must be"),
     ("in.jsonl --system \udcff", "not valid UTF-8"),
