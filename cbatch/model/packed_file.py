@@ -125,20 +125,7 @@ class WeightCache:
         files = self.files()
         size = format_bytes(sum(file.size for file in files))
         limit = f"{self.limit} of what is free" if self.limit.endswith("%") else self.limit
-        return f"{size} in {self.folder}, at most {limit}; cbatch info --clear-weight-cache empties it"
-
-    def clear(self) -> int:
-        """Removes all files but those that are just being made; the bytes that they took.
-
-        Engines that have mapped them keep them until they are closed. Raises OSError if a file cannot be removed.
-        """
-        files = self.files()
-        if files:
-            with _opened(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) as folder:
-                for file in files:
-                    _remove(file.name, folder)
-                _remove_abandoned(folder)
-        return sum(file.size for file in files)
+        return f"{size} in {self.folder}, at most {limit}"
 
     def make_room(self, folder: int, size: int) -> None:
         """Removes the files that were used longest ago, until one of this size may be added.

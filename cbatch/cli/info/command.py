@@ -12,7 +12,6 @@ import click
 
 from cbatch import __version__
 from cbatch.base.config import EngineConfig
-from cbatch.base.units import format_bytes
 from cbatch.cli.common.configured_command import ConfiguredCommand
 from cbatch.cli.common.console import emit, safe
 from cbatch.cli.common.loading import open_engine
@@ -34,19 +33,12 @@ _BLOCKS = 16
     is_flag=True,
     help="Compare every kernel with plain torch, and measure its speed; the exit code is 1 if one differs.",
 )
-@click.option("--clear-weight-cache", is_flag=True, help="Remove the files of packed weights, and do nothing else.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
-def info(check: bool, clear_weight_cache: bool, as_json: bool, **values: Any) -> int:
+def info(check: bool, as_json: bool, **values: Any) -> int:
     """Show versions, devices, the model, and the size of its KV cache."""
     config = engine_config(values)
-    if as_json and (check or clear_weight_cache):
-        raise click.UsageError("--json shows what info shows without --check and --clear-weight-cache.")
-    if clear_weight_cache:
-        from cbatch.model.packed_file import WeightCache
-
-        cache = WeightCache.of_config(config)
-        emit(f"{format_bytes(cache.clear() if cache else 0)} of packed weights were removed.")
-        return 0
+    if as_json and check:
+        raise click.UsageError("--json shows what info shows without --check.")
     about = _about_machine(config)
     if not as_json:
         _show(about)
