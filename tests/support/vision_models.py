@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cbatch.model.hf.vision import processor_class
 from tests.support.tiny_models import draw_weights
+from tests.support.wrappers import WRONGLY_SAVED
 
 TEXT = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -28,6 +29,9 @@ TEXT = {
 WINDOW = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 PATCHES = {"patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
+PINPOINTS = [[32, 64], [64, 32], [64, 64]]
+SIGLIP = {**TOWER, "model_type": "siglip_vision_model", "image_size": 32, "patch_size": 8}
+CLIP = {**SIGLIP, "model_type": "clip_vision_model", "projection_dim": 32}
 TILES = [f"{row}_col_{column}" for row in range(1, 5) for column in range(1, 5)]
 """Numbers of tiles in names of special tokens."""
 TEMPLATE = (
@@ -90,24 +94,25 @@ def _idefics3(kind: str = "idefics3", name: str = "Idefics3") -> _Parts:
 
 
 def _llava(kind: str = "llava", name: str = "Llava", **settings: Any) -> _Parts:
-    tokenizer = _tokenizer("<image>")
+    tokenizer = _tokenizer("<image>", "<video>")
+    ids = tokenizer.convert_tokens_to_ids
+    settings |= {"video_token_id": ids("<video>")} if "video" in kind else {}
     config = getattr(transformers, f"{name}Config")(
-        text_config=_text("llama", tokenizer), image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        vision_config={**TOWER, "model_type": "clip_vision_model", "image_size": 32, "patch_size": 8,
-                       "projection_dim": 32},
-        **settings,
-    )  # fmt: skip
+        text_config=_text("llama", tokenizer), image_token_id=ids("<image>"), vision_config=CLIP, **settings
+    )
     crop = {"size": {"shortest_edge": 32}, "crop_size": _size(32, 32)}
-    if kind == "llava_next":
-        images = _images(kind, name, image_grid_pinpoints=settings["image_grid_pinpoints"], **crop)
+    if kind == "video_llava":
+        images = transformers.VideoLlavaImageProcessor(**crop)
+    elif "image_grid_pinpoints" in settings:
+        images = _images("llava_next", "LlavaNext", image_grid_pinpoints=PINPOINTS, **crop)
     else:
         images = _images("clip", "CLIP", **crop)
     given = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
     return _made(kind, config, images, tokenizer, "<image>", **given)
 
 
-def _llava_next() -> _Parts:
-    return _llava("llava_next", "LlavaNext", image_grid_pinpoints=[[32, 64], [64, 32], [64, 64]])
+def _llava_next(kind: str = "llava_next", name: str = "LlavaNext") -> _Parts:
+    return _llava(kind, name, image_grid_pinpoints=PINPOINTS)
 
 
 def _vipllava() -> _Parts:
@@ -309,24 +314,217 @@ def _kimi_k25() -> _Parts:
     return _made("kimi_k25", config, images, tokenizer, "<|media_begin|><|media_pad|>")
 
 
+def _llava_onevision() -> _Parts:
+    tokenizer = _tokenizer("<image>", "<video>")
+    ids = tokenizer.convert_tokens_to_ids
+    config = transformers.LlavaOnevisionConfig(
+        text_config=_text("qwen2", tokenizer), vision_config={**SIGLIP, "vision_use_head": False},
+        image_grid_pinpoints=PINPOINTS, image_token_id=ids("<image>"), video_token_id=ids("<video>"),
+    )  # fmt: skip
+    images = _images("llava_onevision", "LlavaOnevision", image_grid_pinpoints=PINPOINTS, size=_size(32, 32))
+    given = {"num_image_tokens": 16, "vision_feature_select_strategy": "full"}
+    return _made("llava_onevision", config, images, tokenizer, "<image>", **given)
+
+
+def _idefics2() -> _Parts:
+    tokenizer = _tokenizer("<fake_token_around_image>", "<image>", "<end_of_utterance>")
+    perceiver = {"hidden_size": 64, "resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 2,
+                 "resampler_head_dim": 16, "num_key_value_heads": 1}  # fmt: skip
+    config = transformers.Idefics2Config(
+        text_config=_text("mistral", tokenizer, sliding_window=None), perceiver_config=perceiver,
+        vision_config={**TOWER, "image_size": 64, "patch_size": 8},
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+    )  # fmt: skip
+    images = _images("idefics2", "Idefics2", size={"shortest_edge": 32, "longest_edge": 64})
+    return _made("idefics2", config, images, tokenizer, "<image>", image_seq_len=4)
+
+
+def _ovis2() -> _Parts:
+    marks = ["<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"]
+    tokenizer = _tokenizer("<image>", "<IMG_ATOM>", *marks)
+    ids = tokenizer.convert_tokens_to_ids
+    config = transformers.Ovis2Config(
+        text_config=_text("qwen2", tokenizer), hidden_size=64, vocab_size=len(tokenizer),
+        vision_config={**TOWER, "image_size": 32, "patch_size": 8, "vocab_size": 24, "hidden_stride": 2},
+        image_token_id=ids("<IMG_ATOM>"), visual_indicator_token_ids=ids(marks), tie_word_embeddings=False,
+    )  # fmt: skip
+    images = _images("ovis2", "Ovis2", size=_size(32, 32), crop_to_patches=True, max_patches=4)
+    return _made("ovis2", config, images, tokenizer, "<image>", image_seq_length=4)
+
+
+def _perception_lm() -> _Parts:
+    tokenizer = _tokenizer(image_token="<|image|>", video_token="<|video|>")
+    tower = {"model_type": "timm_wrapper", "architecture": "vit_pe_core_tiny_patch16_384", "num_features": 32,
+             "model_args": {"embed_dim": 32, "depth": 2, "num_heads": 2, "img_size": [32, 32], "patch_size": 8,
+                            "use_post_transformer_norm": False, "global_pool": "", "ref_feat_shape": [4, 4]},
+    }  # fmt: skip
+    config = transformers.PerceptionLMConfig(
+        text_config=_text("llama", tokenizer), vision_config=tower, projector_pooling_ratio=2,
+        image_token_id=tokenizer.image_token_id, video_token_id=tokenizer.video_token_id,
+    )  # fmt: skip
+    images = transformers.PerceptionLMImageProcessor(tile_size=32, max_num_tiles=4)
+    return _made("perception_lm", config, images, tokenizer, "<|image|>", patch_size=8, pooling_ratio=2)
+
+
+def _fast_vlm() -> _Parts:
+    tokenizer = _tokenizer("<image>")
+    tower = {"model_type": "timm_wrapper", "architecture": "fastvit_mci3", "do_pooling": True, "global_pool": "avg",
+             "hidden_size": 128, "model_args": {"inference_mode": True, "layers": [1, 1, 1, 1, 1],
+                                                "embed_dims": [4, 8, 16, 32, 64], "mlp_ratios": [2, 2, 2, 2, 2]},
+    }  # fmt: skip
+    config = transformers.FastVlmConfig(
+        text_config=_text("qwen2", tokenizer), vision_config=tower, image_seq_length=4,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+    )  # fmt: skip
+    images = _images("clip", "CLIP", size={"shortest_edge": 128}, crop_size=_size(128, 128))
+    given = {"patch_size": 64, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    return _made("llava", config, images, tokenizer, "<image>", **given)
+
+
+def _video_llama_3() -> _Parts:
+    tokenizer = _tokenizer(image_token="<|image_pad|>", video_token="<|video_pad|>")
+    config = transformers.VideoLlama3Config(
+        text_config=_text("qwen2", tokenizer), vision_config={**TOWER, "patch_size": 8},
+        image_token_id=tokenizer.image_token_id, video_token_id=tokenizer.video_token_id,
+    )  # fmt: skip
+    size = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}
+    images = _images("video_llama_3", "VideoLlama3", patch_size=8, merge_size=2, size=size)
+    return _made("video_llama_3", config, images, tokenizer, "<|image_pad|>")
+
+
+def _aria() -> _Parts:
+    tokenizer = _tokenizer(image_token="<|img|>")
+    text = _text("aria_text", tokenizer, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1)
+    config = transformers.AriaConfig(
+        text_config=text, vision_config={**TOWER, "model_type": "idefics3_vision", "image_size": 980, "patch_size": 70},
+        image_token_id=tokenizer.image_token_id, projector_patch_to_query_dict={49: 4, 196: 8},
+    )  # fmt: skip
+    images = _images("aria", "Aria", max_image_size=490, min_image_size=32)
+    return _made("aria", config, images, tokenizer, "<|img|>", size_conversion={490: 4, 980: 8})
+
+
+def _deepseek_vl(kind: str = "deepseek_vl", name: str = "DeepseekVL") -> _Parts:
+    tokenizer = _tokenizer(image_token="<image_placeholder>")
+    high = {}
+    if kind == "deepseek_vl_hybrid":
+        high = {"high_res_vision_config": {**TOWER, "model_type": "sam_vision_model", "image_size": 64, "patch_size": 4,
+                "output_channels": 16, "window_size": 4, "mlp_dim": 48, "global_attn_indexes": [1]}}  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(
+        text_config=_text("llama", tokenizer), vision_config=SIGLIP, image_token_id=tokenizer.image_token_id,
+        tie_word_embeddings=False, **high,
+    )  # fmt: skip
+    images = _images(kind, name, size=_size(32, 32), **({"high_res_size": _size(64, 64)} if high else {}))
+    return _made(kind, config, images, tokenizer, "<image_placeholder>", num_image_tokens=16)
+
+
+def _janus() -> _Parts:
+    tokenizer = _tokenizer(image_token="<image_placeholder>", boi_token="<begin_of_image>", eoi_token="<end_of_image>")
+    tower = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8,
+             "mlp_ratio": 2.0, "projection_dim": 64, "num_image_tokens": 16}  # fmt: skip
+    codes = {"embed_dim": 8, "num_embeddings": 16, "latent_channels": 32, "base_channels": 32,
+             "channel_multiplier": [1, 1], "num_res_blocks": 1, "projection_dim": 64, "image_token_embed_dim": 64,
+    }  # fmt: skip
+    config = transformers.JanusConfig(
+        text_config=_text("llama", tokenizer), vision_config=tower, vq_config=codes,
+        image_token_id=tokenizer.image_token_id, tie_word_embeddings=False,
+    )  # fmt: skip
+    images = _images("janus", "Janus", size=_size(32, 32))
+    return _made("janus", config, images, tokenizer, "<image_placeholder>", num_image_tokens=16)
+
+
+MULTIPLIERS = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5}
+
+
+def _granite4_vision() -> _Parts:
+    tokenizer = _tokenizer("<image>")
+    text = _text("granite4_vision_text", tokenizer, **MULTIPLIERS, attention_multiplier=0.2, num_hidden_layers=4)
+    config = transformers.Granite4VisionConfig(
+        text_config=text, vision_config={**CLIP, "hidden_size": 64, "image_size": 32}, image_grid_pinpoints=PINPOINTS,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"), downsample_rate="1/2",
+        deepstack_layer_map=[[-2, 0], [-1, 2]], spatial_target_layers=[0, 1, 2, 3],
+        qformer_config={"model_type": "blip_2_qformer", "num_hidden_layers": 1, "intermediate_size": 48,
+                        "cross_attention_frequency": 1, "use_qformer_text_input": False},
+    )  # fmt: skip
+    crop = {"size": {"shortest_edge": 32}, "crop_size": _size(32, 32)}
+    images = _images("llava_next", "LlavaNext", image_grid_pinpoints=PINPOINTS, **crop)
+    given = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    return _made("granite4_vision", config, images, tokenizer, "<image>", downsample_rate="1/2", **given)
+
+
+def _granite_docling() -> _Parts:
+    tokenizer = _tokenizer("<image>", "<fake_token_around_image>", "<global-img>", *(f"<row_{one}>" for one in TILES))
+    tower = {**TOWER, "image_size": 32, "patch_size": 8, "out_hidden_size": 64, "scale_factor": 4,
+             "deepstack_visual_indexes": [0, 1], "num_hidden_layers": 2}  # fmt: skip
+    config = transformers.GraniteDoclingConfig(
+        text_config=_text("granite_docling_text", tokenizer, **MULTIPLIERS, attention_multiplier=0.2),
+        vision_config=tower, image_token_id=tokenizer.convert_tokens_to_ids("<image>"), tie_word_embeddings=False,
+        pad_token_id=0,
+    )  # fmt: skip
+    images = _images("granite_docling", "GraniteDocling", size=_size(32, 32), max_patches=4)
+    return _made("granite_docling", config, images, tokenizer, "<image>", image_seq_len=1)
+
+
+def _qianfan_ocr() -> _Parts:
+    tokenizer = _tokenizer(
+        "<image>", start_image_token="<img>", end_image_token="</img>", context_image_token="<IMG_CONTEXT>"
+    )
+    config = transformers.QianfanOCRConfig(
+        text_config=_text("qwen3", tokenizer), image_token_id=tokenizer.context_image_token_id, image_seq_length=4,
+        vision_config={**TOWER, "image_size": [32, 32], "patch_size": [8, 8]},
+    )  # fmt: skip
+    images = _images("got_ocr2", "GotOcr2", size=_size(32, 32), crop_to_patches=True, max_patches=4)
+    return _made("qianfan_ocr", config, images, tokenizer, "<image>", image_seq_length=4)
+
+
+def _lfm3_vl() -> _Parts:
+    tower = {**TOWER, "num_key_value_heads": 1, "patch_size": 8, "layer_types": ["conv", "full_attention"]}
+    return _grid("lfm3_vl", "Lfm3Vl", tower, None, "lfm3", num_hidden_layers=5, sliding_window=16)
+
+
+def _paligemma() -> _Parts:
+    tokenizer = _tokenizer(image_token="<image>")
+    config = transformers.PaliGemmaConfig(
+        text_config=_text("gemma", tokenizer), vision_config={**SIGLIP, "vision_use_head": False}, projection_dim=64,
+        image_token_id=tokenizer.image_token_id, hidden_size=64, vocab_size=len(tokenizer), tie_word_embeddings=False,
+    )  # fmt: skip
+    images = _images("siglip", "Siglip", size=_size(32, 32))
+    images.image_seq_length = 16
+    return _made("paligemma", config, images, tokenizer, "<image>")
+
+
 MAKERS: dict[str, Callable[[], _Parts]] = {
+    "aria": _aria,
     "aya_vision": _aya_vision,
     "cohere2_vision": _cohere2_vision,
+    "deepseek_vl": _deepseek_vl,
+    "deepseek_vl_hybrid": lambda: _deepseek_vl("deepseek_vl_hybrid", "DeepseekVLHybrid"),
     "exaone4_5": _exaone4_5,
+    "fast_vlm": _fast_vlm,
     "glm46v": lambda: _glm4v("glm46v", "Glm46V", "glm4v_text"),
     "glm4v": _glm4v,
     "glm4v_moe": _glm4v_moe,
     "glm_ocr": _glm_ocr,
     "got_ocr2": _got_ocr2,
+    "granite4_vision": _granite4_vision,
+    "granite_docling": _granite_docling,
+    "idefics2": _idefics2,
     "idefics3": _idefics3,
     "internvl": _internvl,
+    "janus": _janus,
     "kimi_k25": _kimi_k25,
     "lfm2_vl": _lfm2_vl,
+    "lfm3_vl": _lfm3_vl,
     "lighton_ocr": _lighton_ocr,
     "llava": _llava,
     "llava_next": _llava_next,
+    "llava_next_video": lambda: _llava_next("llava_next_video", "LlavaNextVideo"),
+    "llava_onevision": _llava_onevision,
     "mistral3": _mistral3,
+    "ovis2": _ovis2,
     "paddleocr_vl": _paddleocr_vl,
+    "paligemma": _paligemma,
+    "perception_lm": _perception_lm,
+    "qianfan_ocr": _qianfan_ocr,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen2_vl": _qwen2_vl,
     "qwen3_5": _qwen3_5,
@@ -334,11 +532,14 @@ MAKERS: dict[str, Callable[[], _Parts]] = {
     "qwen3_vl": _qwen3_vl,
     "qwen3_vl_moe": lambda: _qwen3_vl("qwen3_vl_moe", "Qwen3VLMoe", **EXPERTS),
     "smolvlm": lambda: _idefics3("smolvlm", "SmolVLM"),
+    "video_llama_3": _video_llama_3,
+    "video_llava": lambda: _llava("video_llava", "VideoLlava"),
     "vipllava": _vipllava,
 }
 
 PACKAGES = {
     **{kind: ["torchvision"] for kind in ("cohere2_vision", "kimi_k25", "lfm2_vl", "mistral3")},
+    **{kind: ["timm", "torchvision"] for kind in ("fast_vlm", "perception_lm")},
     "smolvlm": ["num2words", "torchvision"],
 }
 """Packages that the processors of some need in transformers."""
@@ -351,9 +552,9 @@ def save_vision_model(folder: Path, kind: str) -> Path:
     network = transformers.AutoModelForImageTextToText.from_config(parts.config).eval()
     draw_weights(network, 2 if kind == "kimi_k25" else 0)  # with 0 it says placeholders, which transformers blanks
     network.save_pretrained(folder)
-    if kind == "kimi_k25":
+    if kind in WRONGLY_SAVED:
         path = folder / "model.safetensors"
-        saved, published = "language_model.model.blocks.", "language_model.model.layers."  # see `WRONGLY_SAVED`
+        saved, published = f"language_model.model{WRONGLY_SAVED[kind]}", "language_model.model.layers."
         tensors = {name.replace(saved, published): tensor for name, tensor in load_file(path).items()}
         save_file(tensors, path, {"format": "pt"})
     parts.processor.save_pretrained(folder)
