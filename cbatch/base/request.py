@@ -76,10 +76,12 @@ class ImageTexts(NamedTuple):
 
     marker: the chat template writes it for each image
     texts:  come in its place, one for each image
+    before: stands before the prompt
     """
 
     marker: str
     texts: Sequence[str]
+    before: str = ""
 
 
 class PlacedImage(NamedTuple):

@@ -126,11 +126,11 @@ class Images:
     def texts(self, pictures: Sequence[Picture]) -> ImageTexts:
         """The texts that stand for pictures in a prompt. Raises RequestError for one that cannot be read."""
         layouts = [self._layout(picture, name) for picture, name in self._named(pictures)]
-        return ImageTexts(self._vision.marker, [layout.text for layout in layouts])
+        return ImageTexts(self._vision.marker, [layout.text for layout in layouts], self._vision.context[0])
 
     def _named(self, pictures: Sequence[Picture]) -> Iterator[tuple[Picture, str]]:
         """Pictures of a conversation with the digest of each, which ends otherwise if others make it something else."""
-        ending = "0" if self._vision.other is not None and len(pictures) > 1 else ""
+        ending = "0" if self._vision.context[1] and len(pictures) > 1 else ""
         return ((picture, picture.digest() + ending) for picture in pictures)
 
     def place(self, request: Request) -> None:

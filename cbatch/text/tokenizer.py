@@ -330,7 +330,7 @@ class ChatTokenizer:
         if len(texts) != count + 1:
             shown = f"{len(texts) - 1} of {count} images"
             raise RequestError("template_error", f"The chat template shows {shown} of the conversation.")
-        return "".join(chain.from_iterable(zip(texts, [*images.texts, ""], strict=True)))
+        return images.before + "".join(chain.from_iterable(zip(texts, [*images.texts, ""], strict=True)))
 
     def _encode_with_text_specials(
         self, source: str, parts: list[Any], options: TemplateOptions, context: int | None, images: ImageTexts | None

@@ -39,10 +39,10 @@ REFUSED = {
     "paligemma": "the text of one depends on what stands around it",
 }
 KINDS = sorted(MAKERS.keys() - REFUSED.keys())
-VARIED = ["glm4v", "granite_docling", "idefics3", "internvl", "llava_next", "llava_onevision", "ovis2", "paddleocr_vl",
-          "qwen2_vl", "qwen3_5", "qwen3_vl"]  # fmt: skip
-"""Towers, tiles, positions of three axes, recurrent layers; images that are added to layers, are multiplied, differ
-beside others, or replace tokens of several kinds."""
+VARIED = ["glm4v", "granite_docling", "idefics3", "internvl", "janus", "llava_next", "llava_onevision", "ovis2",
+          "paddleocr_vl", "qwen2_vl", "qwen3_5", "qwen3_vl"]  # fmt: skip
+"""Towers, tiles, positions of three axes, recurrent layers, prompts that begin otherwise with images; images that are
+added to layers, are multiplied, differ beside others, or replace tokens of several kinds."""
 
 LENGTH = 12
 FIRST, SECOND, SMALL = picture(1, 40, 70), picture(2, 40, 70), picture(3, 30, 30)

@@ -429,7 +429,8 @@ def _janus() -> _Parts:
         image_token_id=tokenizer.image_token_id, tie_word_embeddings=False,
     )  # fmt: skip
     images = _images("janus", "Janus", size=_size(32, 32))
-    return _made("janus", config, images, tokenizer, "<image_placeholder>", num_image_tokens=16)
+    return _made("janus", config, images, tokenizer, "<image_placeholder>", num_image_tokens=16,
+                 use_default_system_prompt=True)  # fmt: skip
 
 
 MULTIPLIERS = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5}

@@ -29,7 +29,7 @@ from cbatch.text.loading import silence_libraries
 _OF_TEXT = "attention_mask", "token_type_ids", "mm_token_type_ids"
 """Results of processors that need not concern the network."""
 
-_BLANK = np.zeros((64, 64, 3), np.uint8)
+_BLANK, _MARK = np.zeros((64, 64, 3), np.uint8), "\ue000"
 
 _PLAIN = frozenset(["attention_mask", "inputs_embeds", "position_ids", "return_dict"])
 _LEVELS = frozenset(["visual_pos_masks", "deepstack_visual_embeds"])
@@ -100,29 +100,30 @@ class Vision:
         return "windows" if getattr(of_text, "use_bidirectional_attention", None) == "vision" else None
 
     @cached_property
-    def other(self) -> ProcessedImage | None:
-        """A blank image beside another one, if images are something else there than alone.
+    def context(self) -> tuple[str, ProcessedImage | None]:
+        """What the processor writes before prompts with images; and a blank image beside another one, if images are
+        something else there than alone.
 
         Raises RequestError if the text of an image depends on what stands around it.
         """
-        one, two = (self._process([_BLANK] * count, around="x") for count in (1, 2))
-        half = two.text[1 : len(two.text) // 2]
-        if two.text != f"x{half}{half}x" or one.text[:: len(one.text) - 1] != "xx":
+        one, two = (self._process([_BLANK] * count, around=_MARK) for count in (1, 2))
+        (before, own, *after), (start, both, *end) = one.text.split(_MARK), two.text.split(_MARK)
+        half = both[: len(both) // 2]
+        if after != [""] or end != [""] or start != before or both != half * 2:
             raise self._unsupported("the text of one depends on what stands around it")
         pairs = [(one.inputs[name], two.inputs[name]) for name in one.inputs.keys() - {*_OF_TEXT, "input_ids"}]
-        if one.text == f"x{half}x" and all(torch.equal(torch.cat([a, a]).flatten(), b.flatten()) for a, b in pairs):
-            return None
-        return ProcessedImage(half, two.num_rows // 2, {})
+        is_same = own == half and all(torch.equal(torch.cat([a, a]).flatten(), b.flatten()) for a, b in pairs)
+        return before, None if is_same else ProcessedImage(half, two.num_rows // 2, {})
 
     def process(self, pixels: NDArray[np.uint8], *, is_alone: bool = True) -> ProcessedImage:
         """An image [height, width, 3] as the model takes it. May be called by any thread.
 
         is_alone: whether it is the only one of its conversation
         """
-        if is_alone or self.other is None:
-            return self._process([pixels])
-        both, (text, num_rows, _) = self._process([pixels, _BLANK]), self.other
-        return both._replace(text=both.text.removesuffix(text), num_rows=both.num_rows - num_rows)
+        before, other = self.context
+        made = self._process([pixels] if is_alone or other is None else [pixels, _BLANK])
+        text, rows = ("", 0) if is_alone or other is None else (other.text, other.num_rows)
+        return made._replace(text=made.text.removeprefix(before).removesuffix(text), num_rows=made.num_rows - rows)
 
     def _process(self, pixels: Sequence[NDArray[np.uint8]], around: str = "") -> ProcessedImage:
         from PIL import Image
@@ -190,7 +191,8 @@ class Vision:
             with torch.inference_mode():
                 self._tower(**inputs, use_cache=False)
         except _Reached as reached:
-            return reached.arguments
+            found: dict[str, Any] = reached.args[0]
+            return found
         raise ModelError(f"Networks of the type {self._config.model_type} do not call their language model.")
 
     def _is_placeholder(self, token_ids: Tensor) -> Tensor:
@@ -263,7 +265,7 @@ class Vision:
         network.config.get_text_config().pad_token_id = 0  # which some families embed in place of images
         for one in {network.get_input_embeddings(), *decoder.modules()}:
             if isinstance(one, torch.nn.Embedding):
-                one.register_forward_pre_hook(_embed_any)
+                one.register_forward_pre_hook(lambda _, ids: (torch.zeros_like(ids[0]),))  # the one token that it has
                 one.weight.data.fill_(torch.nan)
         decoder.register_forward_pre_hook(_reach, with_kwargs=True)
         return tower
@@ -283,21 +285,12 @@ class Vision:
 
 
 class _Reached(Exception):
-    """A network has called its language model."""
-
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        super().__init__()
-        self.arguments = arguments
+    """A network has called its language model, with these arguments."""
 
 
 def _reach(decoder: Any, _: Any, arguments: dict[str, Any]) -> None:
     """Ends the forward of the network of a language model, which is not there."""
     raise _Reached(arguments)
-
-
-def _embed_any(embedding: Any, arguments: tuple[Tensor]) -> tuple[Tensor]:
-    """Embeds the one token that the vocabulary has in place of others."""
-    return (torch.zeros_like(arguments[0]),)
 
 
 class _Recorder:
