@@ -142,15 +142,17 @@ def is_base64(given: object) -> bool:
 
 
 def as_given(value: Any) -> Any:
-    """An image of a Python program as a row gives it: base64 of bytes and of Pillow's images, the text of a path.
+    """An image of a Python program as a row gives it: base64 of bytes and of pixels, the text of a path.
 
-    Other values stay as they are.
+    Pixels are an image of Pillow, or an array [height, width, 3] of uint8. Other values stay as they are.
     """
+    if str(getattr(value, "dtype", "")) == "uint8":
+        value = import_module("PIL.Image").fromarray(value)
     if hasattr(value, "getexif"):
         file = io.BytesIO()
         import_module("PIL.ImageOps").exif_transpose(value).convert("RGB").save(file, "PNG", compress_level=1)
         value = file.getvalue()
-    if isinstance(value, bytes):
+    if isinstance(value, bytes | bytearray | memoryview):
         return {"bytes": base64.b64encode(value).decode(), "path": None}
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 

@@ -289,7 +289,10 @@ COLUMN_NAMES: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(["suffix", "reasoning_effort"], lambda v: isinstance(v, str)),
     **dict.fromkeys(["moderation", "extra_args"], lambda v: isinstance(v, dict)),
     **dict.fromkeys(["documents", "functions"], partial(_is_list_of, dict)),
-    **dict.fromkeys(["images", "modalities"], partial(_is_list_of, str)),
+    "images": lambda v: (
+        isinstance(v, list) and bool(v) and all(type(one) is str or (type(one) is dict and "bytes" in one) for one in v)
+    ),
+    "modalities": partial(_is_list_of, str),
     **dict.fromkeys(["instructions", "input"], lambda v: False),
     "context": partial(_is_list_of, int),
     "format": lambda v: v == "json" or (isinstance(v, dict) and not _SCHEMA_KEYS.isdisjoint(v)),

@@ -145,16 +145,20 @@ def _messages(value: Any) -> Any:
     for number, one in enumerate(values or (), start=1):
         if isinstance(one, Completion) and one.error is not None:
             raise invalid_row(f"message {number} is a completion that failed: {one.error}")
-        parts = one.get("content") if isinstance(one, Mapping) else None
-        if isinstance(parts, list | tuple):
-            one = {**one, "content": [_part(part) for part in parts]}
+        if isinstance(one, Mapping):
+            one = {**one, **{name: _images(one[name]) for name in ("content", "images") if name in one}}
         made.append(one.to_message() if isinstance(one, Completion | Choice) else one)
     return value if values is None else made
 
 
-def _part(part: Any) -> Any:
-    """A part of a message, its image in the types of JSON."""
-    return {name: as_given(value) for name, value in part.items()} if isinstance(part, Mapping) else part
+def _images(parts: Any) -> Any:
+    """Images, or parts of a message that may have some, in the types of JSON."""
+    if not isinstance(parts, list | tuple):
+        return parts
+    return [
+        {name: as_given(value) for name, value in part.items()} if isinstance(part, Mapping) else as_given(part)
+        for part in parts
+    ]
 
 
 def _tools(value: Any) -> Any:
@@ -166,7 +170,7 @@ def _tools(value: Any) -> Any:
         raise invalid_row(f"this function cannot be a tool: {error}") from error
 
 
-READERS: dict[str, Callable[[Any], Any]] = {"messages": _messages, "tools": _tools}
+READERS: dict[str, Callable[[Any], Any]] = {"messages": _messages, "images": _images, "tools": _tools}
 """Fields of a row that may hold objects of Python, and what makes values of JSON of them."""
 
 

@@ -71,6 +71,11 @@ def fill_row(row: Request, fields: dict[str, Any], *, allow_unknown: bool = Fals
     if ("body" in fields or not is_ours) and any(name in fields for name in ("custom_id", "url", "method")):
         _fill_api_request(row, fields, allow_unknown=allow_unknown)
         return
+    has_images = is_param("images", fields.get("images")) and fields.get("raw") is not True  # of ollama
+    if has_images and "prompt" in fields and "messages" not in fields:
+        message = {"role": "user", "content": fields["prompt"], "images": fields["images"]}
+        fields = {name: value for name, value in fields.items() if name not in ("prompt", "images")}
+        fields["messages"] = [message]
     if fields.get(SCORE) is True:
         fields = take_continuations(row, fields)
     params = {name: value for name, value in fields.items() if is_param(name, value)}
@@ -279,9 +284,8 @@ def _set_messages(row: Request, value: Any) -> None:
     for number, message in enumerate(value, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise row.invalid(f"message {number} must be an object with a role and content")
-        if message.get("images"):
-            raise row.invalid(f"message {number} has images, which must be parts of its content")
-        messages.append({**message, "content": _content(row, number, message, pictures)})
+        others = {name: value for name, value in message.items() if name != "images"}
+        messages.append({**others, "content": _content(row, number, message, pictures)})
     row.messages, row.given_pictures = messages, pictures
 
 
@@ -330,6 +334,11 @@ def _check_spelling(row: Request, names: Iterable[str], known: Iterable[str]) ->
 def _content(row: Request, number: int, message: Mapping[str, Any], pictures: list[tuple[Any, str]]) -> Any:
     """The content of a message: its text, or a list of its texts and images if it has any, which join `pictures`."""
     value, role = message.get("content"), message["role"]
+    if shown := message.get("images"):  # of ollama
+        if not isinstance(shown, list):
+            raise row.invalid(f"images of message {number} must be a list, not {json_type(shown)}")
+        texts = value if isinstance(value, list) else [{"type": "text", "text": value}]
+        value = [*({"type": "image", "image": one} for one in shown), *texts]
     if isinstance(value, str) or (value is None and role == "assistant" and message.get("tool_calls")):
         return value or ""
     if not isinstance(value, list):

@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from cbatch.base.errors import RequestError
@@ -139,13 +140,32 @@ def test_messages_without_images_are_texts_as_before(folder: Path) -> None:
         ({"role": "user", "content": [image("a") | {"url": "b"}]}, "image 1 of message 1 must have one of"),
         ({"role": "user", "content": [image("")]}, "image 1 of message 1 must have one of"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "image 1 of message 1 must have"),
-        ({"role": "user", "content": "a", "images": [BASE64]}, "has images, which must be parts of its content"),
+        ({"role": "user", "content": "a", "images": BASE64}, "images of message 1 must be a list, not a string"),
+        ({"role": "user", "content": "a", "images": [3]}, "image 1 of message 1 must have one of image_url, image"),
+        ({"role": "user", "content": [{"type": "image_embeds", "image_embeds": "a"}]}, "has a part 'image_embeds'"),
     ],
 )
 def test_other_parts_are_refused_by_name(message: dict[str, Any], reason: str) -> None:
     """Guards what a model would not see: nothing of a message is left out silently."""
     error = parse_line(Line.of(0, json.dumps({"messages": [message]}).encode())).error
     assert error is not None and error.code == "invalid_row" and reason in str(error), error
+
+
+def test_images_of_ollama(folder: Path) -> None:
+    """Guards rows made for ollama: images stand in front of the text of their message, also beside a prompt."""
+    path = "photos/a cat.png"
+    fields: list[dict[str, Any]] = [
+        {"prompt": "a", "images": [path, BASE64]},
+        {"messages": [{"role": "user", "content": "a", "images": [path, BASE64]}]},
+        {"messages": [{"role": "user", "content": [image(BASE64), text("a")], "images": [path]}]},
+        {"messages": [{"role": "user", "content": [image(path), image(BASE64), text("a")], "images": []}]},
+    ]
+    made = [inputs(folder).request(parse_line(Line.of(0, json.dumps(one).encode()))) for one in fields]
+    assert len({one.key for one in made}) == 1 and not any(one.extra for one in made)
+    assert [picture.read() for picture in made[0].pictures] == [DATA, DATA]
+    for others in ({"prompt": "a", "raw": True}, {"prompt_token_ids": [1]}, {"messages": fields[3]["messages"]}):
+        error = parse_line(Line.of(0, json.dumps({**others, "images": [path]}).encode())).error
+        assert error is not None and "images is not available" in str(error)
 
 
 def test_a_model_of_text_refuses_images(folder: Path) -> None:
@@ -299,14 +319,23 @@ def test_lines_are_parsed_without_their_files(folder: Path, monkeypatch: pytest.
     assert made.given_pictures == () and isinstance(made.pictures[0].source, Path)
 
 
-def test_python_gives_bytes_paths_and_images_of_pillow(folder: Path) -> None:
+def test_python_gives_bytes_paths_and_pixels(folder: Path) -> None:
     """Guards conversations of programs, whose images are objects."""
     pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed").new("RGB", (3, 2), (1, 2, 3))
-    given = [DATA, folder / "photos" / "a cat.png", pillow]
-    prompt = {"messages": [{"role": "user", "content": [{"type": "image", "image": one} for one in given]}]}
-    made = inputs(folder).request(read_prompt(prompt, 0, {}))
-    assert [picture.read() for picture in made.pictures[:2]] == [DATA, DATA]
-    assert decode(made.pictures[2]).tolist() == [[[1, 2, 3]] * 3] * 2
+    pixels = np.array(pillow)
+    given = [DATA, folder / "photos" / "a cat.png", bytearray(DATA), pillow, pixels]
+    forms: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": [*({"type": "image", "image": one} for one in given), text("a")]}]},
+        {"messages": [{"role": "user", "content": "a", "images": given}]},
+        {"prompt": "a", "images": given},
+    ]
+    for prompt in forms:
+        made = inputs(folder).request(read_prompt(prompt, 0, {}))
+        assert [picture.read() for picture in made.pictures[:3]] == [DATA] * 3
+        assert decode(made.pictures[3]).tolist() == decode(made.pictures[4]).tolist() == pixels.tolist()
+    floats = {"messages": [{"role": "user", "content": [{"type": "image", "image": pixels / 255}]}]}
+    with pytest.raises(RequestError, match="image 1 of message 1 must have one of"):
+        inputs(folder).request(read_prompt(floats, 0, {}))
 
 
 @pytest.fixture
