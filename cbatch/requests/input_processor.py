@@ -148,8 +148,8 @@ class InputProcessor:
         if row.given_pictures:
             if isinstance(self._model.images, str):
                 raise invalid_row(self._model.images)
-            if row.continuations or row.embed is not None:
-                raise invalid_row("images go with rows that are answered, not with those that are scored or embedded")
+            if row.continuations and self._model.labels:
+                raise invalid_row("images go with rows that are answered or scored, not with those that are classified")
             row.pictures = [self._media.picture(given, place) for given, place in row.given_pictures]
             row.given_pictures = ()  # which may be large
 
@@ -170,12 +170,16 @@ class InputProcessor:
                 set_classified(request, self._input_ids)
                 return request
             if request.continuations:
+                self.set_image_texts(request)
                 encode = partial(encoded_ids, tokenizer=tokenizer, context=self.limits.context)
                 set_tails(request, encode, self._model.first_id, partial(self.limits.max_new_tokens, at_least=0))
-                return request
-            prompt_ids = request.prompt_ids = self._fitting_ids(request)
+            else:
+                request.prompt_ids = self._fitting_ids(request)
             if request.pictures and isinstance(self._model.images, Images):
                 self._model.images.place(request)
+            if request.continuations:
+                return request
+            prompt_ids = request.prompt_ids
             self._model.limits.max_new_tokens(len(prompt_ids), at_least=0)  # else many too long ones would wait for it
             request.grammar = self._model.compile(params, request.tools, request.choice)
             if params.bad_words and tokenizer is not None:

@@ -334,6 +334,26 @@ def test_faults_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert outputs_of(engine, names) != wanted
 
 
+@pytest.mark.parametrize("kind", ["internvl", "qwen2_vl", "qwen3_5"])
+def test_scores_of_answers(kind: str) -> None:
+    """Guards score rows about images: log-probabilities of transformers, of one answer and of choices that share it."""
+    answers, reference = ["yes", "yes, all", "no"], Reference(folder_of(kind))
+    rows = [{"messages": CHATS[name], "choices": answers, "score": True} for name in ("three", "none", "two turns")]
+    said = message("assistant", "yes, all")["content"][0]["text"]
+    rows.append({"messages": [*CHATS["one"], {"role": "assistant", "content": said}], "score": True})
+    with engine_of(kind, max_batch_tokens=17) as engine:
+        found = generate(engine, rows, SamplingParams())
+        engine.scheduler.check_integrity()
+        assert not any(one.error for one in found), found
+        scores = [
+            {one["text"]: one["logprob"] for one in row.to_dict().get("choices", [row.to_dict()])} for row in found
+        ]
+    chats = [CHATS[name] for name in ("three", "none", "two turns")]
+    wanted = [{answer: reference.score(chat, answer) for answer in answers} for chat in chats]
+    for made, expected_scores in zip(scores, [*wanted, {said: reference.score(CHATS["one"], said)}], strict=True):
+        assert made == pytest.approx(expected_scores, abs=2e-3)
+
+
 @pytest.mark.parametrize(("kind", "token"), [("idefics3", "<image>"), ("qwen2_vl", "<|image_pad|>")])
 def test_placeholders_in_texts(kind: str, token: str) -> None:
     """Guards prompts that write the token of an image: it is text, and no image comes in its place."""

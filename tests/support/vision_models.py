@@ -585,17 +585,28 @@ class Reference:
         )
         self._processor = processor_class(self._network.config.model_type).from_pretrained(folder)
 
-    def generate(self, messages: Sequence[dict[str, Any]], length: int) -> list[int]:
-        """The likeliest tokens."""
+    def generate(self, messages: Sequence[dict[str, Any]], length: int, answer: str = "") -> list[int]:
+        """The likeliest tokens behind the beginning of an answer."""
+        inputs = self._inputs(messages, answer)
+        with torch.inference_mode():
+            self._network.generation_config.eos_token_id = None
+            found = self._network.generate(**inputs, max_new_tokens=length, do_sample=False)
+        return list(found[0, inputs["input_ids"].shape[1] :].tolist())
+
+    def score(self, messages: Sequence[dict[str, Any]], answer: str) -> float:
+        """The log-probability of an answer."""
+        inputs = self._inputs(messages, answer)
+        asked = inputs["input_ids"][0]
+        count = len(self._processor.tokenizer(answer, add_special_tokens=False)["input_ids"])
+        with torch.inference_mode():
+            found = self._network(**inputs).logits[0, -count - 1 : -1].log_softmax(-1)
+        return float(found.gather(1, asked[-count:, None]).sum())
+
+    def _inputs(self, messages: Sequence[dict[str, Any]], answer: str) -> Any:
         files = [part["base64"] for one in messages for part in one["content"] if part["type"] == "image"]
         text = self._processor.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         images = [Image.open(BytesIO(b64decode(file))) for file in files]
-        given = {"return_tensors": "pt", "add_special_tokens": False}
         processor = self._processor if files else self._processor.tokenizer
         nested = images if hasattr(processor, "multi_page") else [images]
-        inputs = processor(text=[text], **({"images": nested} if files else {}), **given)
-        with torch.inference_mode():
-            self._network.generation_config.eos_token_id = None
-        with torch.inference_mode():
-            found = self._network.generate(**inputs, max_new_tokens=length, do_sample=False)
-        return list(found[0, inputs["input_ids"].shape[1] :].tolist())
+        given = {"return_tensors": "pt", "add_special_tokens": False}
+        return processor(text=[text + answer], **({"images": nested} if files else {}), **given)
