@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
+from itertools import chain
 from typing import Any
 
 from cbatch.base.chat_template_options import TemplateOptions, effort_variables
@@ -220,7 +222,7 @@ class InputProcessor:
         try:
             ids = encoded_ids(request, tokenizer, context)
         except RequestError as error:
-            if asked is None or request.pictures or error.code != "prompt_too_long":
+            if asked is None or error.code != "prompt_too_long":
                 raise
             ids = ()
         if asked is None:
@@ -233,17 +235,19 @@ class InputProcessor:
         if tokenizer is None or (request.text is None and request.messages is None):
             request.dropped_tokens = len(ids) - limit
             return cut_ids(ids, limit, side)
-        messages = list(request.messages or ())
-        ours = [number for number, message in enumerate(messages) if message["role"] == "user"]
-        longest = max(ours, key=lambda number: len(messages[number]["content"]), default=None)
+        messages: list[dict[str, Any]] = deepcopy([*map(dict, request.messages or ())])
+        ours = [message for message in messages if message["role"] == "user"]
+        texts = [(one, "content") for one in ours if isinstance(one["content"], str)]
+        beside_images = chain.from_iterable(one["content"] for one in ours if not isinstance(one["content"], str))
+        texts += [(part, "text") for part in beside_images if "text" in part]
+        longest, name = max(texts, key=lambda one: len(one[0][one[1]]), default=({"text": request.text or ""}, "text"))
 
         def ids_with(text: str) -> Sequence[int]:
-            if longest is not None:
-                messages[longest] = {**messages[longest], "content": text}
+            longest[name] = text
             changed = replace(request, text=text) if request.messages is None else replace(request, messages=messages)
             return encoded_ids(changed, tokenizer, 2 * context)  # so long may be the first text and what surrounds it
 
-        text = messages[longest]["content"] if longest is not None else request.text or ""
+        text = longest[name]
         starts, count = tokenizer.token_starts, lambda shown: len(ids_with(shown))
         try:
             text, request.dropped_tokens = fit_text(text, limit, side, starts=starts, count=count)

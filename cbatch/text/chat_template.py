@@ -48,7 +48,10 @@ def render_chat(
     """
     prepared = [_prepare(message) for message in messages]
     final = prepared[-1]["content"] if continue_final_message else ""
-    if continue_final_message:
+    if isinstance(final, list):  # beside images of other messages
+        final = final[0]["text"]
+        prepared[-1]["content"] = [{"type": "text", "text": final + _END_MARK}]
+    elif continue_final_message:
         prepared[-1]["content"] = final + _END_MARK
     rendered = _compile(template).render(
         **{**special_tokens, **(variables or {})},

@@ -172,14 +172,14 @@ class ChatTokenizer:
             raise RequestError("template_error", "The model has no chat template; give a prompt, not messages.")
         if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):
             raise invalid_row("Messages must be a list of objects, each with a role and content.")
-        plain = with_calls(messages)
+        plain, final = with_calls(messages), messages[-1].get("content") if messages else None
         if images is not None:
             messages = [{**message, "content": _parts_of(message.get("content"))} for message in plain]
             plain = with_calls(messages)
         elif not plain or not all(isinstance(message.get("content"), str) for message in plain):
             raise invalid_row("Messages must be a list of at least one, each with text content.")
         if template.continue_final_message:
-            if not isinstance(messages[-1].get("content"), str):
+            if not isinstance(final, str):
                 raise invalid_row("continue_final_message needs text content in the last message.")
             if answer:
                 raise invalid_row("The last message or an answer can be continued, but not both.")

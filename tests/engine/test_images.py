@@ -354,6 +354,28 @@ def test_scores_of_answers(kind: str) -> None:
         assert made == pytest.approx(expected_scores, abs=2e-3)
 
 
+def test_messages_that_are_continued_and_cut() -> None:
+    """Guards texts beside images: the last message goes on, and the longest text of a prompt is cut to fit."""
+    reference, long, text = (
+        Reference(folder_of("qwen2_vl")),
+        message("user", "short", FIRST, "text"),
+        "0123456789" * 300,
+    )
+    long["content"][2]["text"] = text
+    rows = [
+        {"messages": [*CHATS["one"], {"role": "assistant", "content": "It is"}], "continue_final_message": True},
+        {"messages": [long], "truncate_prompt": "left:200"},
+        {"messages": [long], "truncate_prompt": "left"},
+    ]
+    with engine_of("qwen2_vl") as engine:
+        found = generate(engine, rows, SamplingParams(max_tokens=4, ignore_eos=True))
+        assert [one.error for one in found] == [None] * 3
+    assert [one.usage.prompt_tokens for one in found[1:]] == [200, 2048 - 4]
+    assert list(found[0].token_ids) == reference.generate(CHATS["one"], 4, "It is")
+    long["content"][2]["text"] = text[found[1].to_dict()["dropped_prompt_tokens"] :]
+    assert list(found[1].token_ids) == reference.generate([long], 4)
+
+
 @pytest.mark.parametrize(("kind", "token"), [("idefics3", "<image>"), ("qwen2_vl", "<|image_pad|>")])
 def test_placeholders_in_texts(kind: str, token: str) -> None:
     """Guards prompts that write the token of an image: it is text, and no image comes in its place."""
