@@ -124,14 +124,15 @@ def chat(**values: Any) -> Literal[0, 1]:
         raise UserError(f"The QUESTION is not valid UTF-8 (character {error.start + 1}).") from error
     if sys.stdin is None or sys.stdout is None:
         raise UserError("A chat needs stdin and stdout, and one of them is closed.")
-    in_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    has_cursor = os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+    in_terminal = sys.stdin.isatty() and sys.stdout.isatty() and has_cursor
     if "fit" in typed and (sys.stdin.isatty() or options.lines):
         raise UserError("--fit is for a document on stdin; a terminal and --lines give messages.")
     if in_terminal and options.question is None and not (options.lines or options.json):
         return _run_in_terminal(options)
     if strange := [name for name in SCREEN_OPTIONS if name in typed]:
         is_on = typed[strange[0]] is True
-        raise UserError(f"--{'' if is_on else 'no-'}{strange[0]} is for a chat on a terminal, and this is none.")
+        raise UserError(f"--{'' if is_on else 'no-'}{strange[0]} is for a chat on a terminal that has a screen.")
     return _run_in_pipe(options)
 
 
@@ -139,7 +140,6 @@ def _run_in_terminal(options: ChatOptions) -> Literal[0]:
     from prompt_toolkit.history import InMemoryHistory
 
     from cbatch.cli.chat.background_run import BackgroundRun, BatchEngines
-    from cbatch.cli.chat.lines import LineTerminal
     from cbatch.cli.chat.screen import print_conversations
     from cbatch.cli.chat.session.store import InputHistory, SessionStore
     from cbatch.cli.chat.terminal import WELCOME, Terminal
@@ -148,23 +148,18 @@ def _run_in_terminal(options: ChatOptions) -> Literal[0]:
     store = SessionStore(user_folder("STATE"))
     controller = _make_controller(options, engines.config, None if options.no_history else store, in_terminal=True)
     _open_session(options, controller, store)
-    background = BackgroundRun(engines)
-    terminal: LineTerminal | Terminal
-    if os.environ.get("TERM", "") in ("", "dumb", "unknown"):  # it cannot move its cursor
-        terminal = LineTerminal(controller, store, background)
-    else:
-        controller.current.add_notice(WELCOME, is_passing=True)
-        history = InMemoryHistory() if options.no_history else InputHistory(store.folder)
-        terminal = Terminal(
-            controller, store, history, background,
-            is_vi=options.vi, takes_mouse=options.mouse, bell_seconds=options.bell,
-        )  # fmt: skip
+    controller.current.add_notice(WELCOME, is_passing=True)
+    history = InMemoryHistory() if options.no_history else InputHistory(store.folder)
+    terminal = Terminal(
+        controller, store, history, BackgroundRun(engines),
+        is_vi=options.vi, takes_mouse=options.mouse, bell_seconds=options.bell,
+    )  # fmt: skip
     for file in controller.current.attached:  # so that it is measured and shown
         terminal.attach(controller.current, file)
     try:
         terminal.run()
     finally:
-        if options.transcript and isinstance(terminal, Terminal):
+        if options.transcript:
             with suppress(OSError):  # the terminal may be gone
                 print_conversations(controller.closed + controller.sessions, sys.stdout)
         if store.save_error:

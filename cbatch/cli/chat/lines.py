@@ -1,158 +1,23 @@
-"""Chat without a screen: on a terminal that only prints lines (TERM=dumb, as inside Emacs), or through a pipe."""
+"""Chat without a screen: through a pipe, or on a terminal that only prints lines (TERM=dumb, as inside Emacs)."""
 
 from __future__ import annotations
 
 import json
 import queue
-import signal
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, TextIO
 
-from cbatch.base.errors import CbatchError, EngineError, Interrupted, ReaderGone, RequestError, RunFailed
+from cbatch.base.errors import EngineError, Interrupted, ReaderGone, RequestError, RunFailed
 from cbatch.base.params import LOOP
 from cbatch.base.units import format_count
 from cbatch.batch.lines import Line
-from cbatch.cli.chat.background_run import BackgroundRun
-from cbatch.cli.chat.commands.registry import FrontEnd, execute_line
 from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.chat.engine_client import fitted, room_beside
-from cbatch.cli.chat.session.session import Notice, Reply, Session, ToolUse
-from cbatch.cli.chat.session.store import SessionStore
-from cbatch.cli.common.console import emit, notice, safe
+from cbatch.cli.chat.session.session import Reply
+from cbatch.cli.common.console import notice, safe
 from cbatch.cli.common.stdout import without_library_output
-
-WELCOME = "This terminal shows lines only. /help lists the commands; Ctrl-C stops a reply, Ctrl-D leaves."
-
-
-class Waiter:
-    """Waits for the engine and for replies on this thread, which meanwhile runs the callbacks of the others."""
-
-    def __init__(self, controller: ChatController) -> None:
-        self._controller = controller
-        self.callbacks: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-
-    def open(self) -> None:
-        """Loads the engine. Raises what keeps it from opening."""
-        opened: list[BaseException | None] = []
-        self._controller.client.start(self.callbacks.put, opened.append)
-        while not opened:
-            self.callbacks.get()()
-        if opened[0] is not None:
-            raise opened[0]
-
-    def wait(self, session: Session, ask: Callable[[ToolUse], str]) -> None:
-        """Waits until the reply in a session is complete. `ask` says whether a call may run: `y`, `a` for always."""
-        while session.is_busy:
-            if (use := session.asking) is not None:
-                answer = ask(use)
-                self._controller.answer_call(session, is_allowed=answer in ("y", "a"), always=answer == "a")
-            else:
-                self.callbacks.get()()
-
-
-class LineTerminal(FrontEnd):
-    """Reads a line, does what it says, waits for the reply, and reads the next line."""
-
-    def __init__(self, controller: ChatController, store: SessionStore, background: BackgroundRun) -> None:
-        super().__init__(controller, store, background)
-        self._waiter = Waiter(controller)
-        self._has_ended = False
-        self._stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
-        controller.on_token = self._on_token
-
-    def run(self) -> None:
-        """Returns when the user leaves. Raises what kept the engine from opening."""
-        emit(WELCOME)
-        signal.signal(signal.SIGINT, lambda number, frame: self._on_ctrl_c())
-        try:
-            self._waiter.open()
-            self._show_last_turn()
-            while not self._has_ended and (line := self._ask_for_line(self._prompt)) is not None:
-                self._execute(line.strip())
-        finally:
-            self.close()
-
-    def exit(self) -> None:
-        self._has_ended = True
-
-    def set_input(self, text: str) -> None:
-        """Cannot put anything into the line, so it shows what would stand there."""
-        emit(f"> {safe(text)}")
-
-    def _ask_for_line(self, question: str) -> str | None:
-        """The line that the user types, or None at the end."""
-        print(question, end="", flush=True)
-        return self._stdin.readline() or None
-
-    def _ask_about(self, use: ToolUse) -> str:
-        question = f"\n{safe(str(use))}\nRun it? y: yes, a: always, n: no > "
-        return (self._ask_for_line(question) or "n").strip().lower()[:1]
-
-    def _execute(self, text: str) -> None:
-        before = self.session
-        before.clear_passing_notices()
-        try:
-            if text:
-                execute_line(self, text)
-        except CbatchError as error:
-            notice(str(error))
-        except Exception as error:  # a bug must not cost the conversations
-            notice(f"Something went wrong: {error!r}")
-        with suppress(queue.Empty):
-            while True:
-                self._waiter.callbacks.get_nowait()()
-        while self.shell is not None:
-            self._waiter.callbacks.get()()
-        session = self.session
-        if session.is_busy:
-            self._waiter.wait(session, self._ask_about)
-            self._end_reply()
-        if session is not before:
-            self._show_last_turn()
-        for item in session.items:
-            if isinstance(item, Notice):
-                emit(safe(item.text))
-        session.items[:] = session.turns
-        if (last := session.last) is not None and last.is_undecided:
-            emit(f"({last.pick_hint} keeps one; {last.fallback} goes back. Messages wait until then.)")
-
-    def _end_reply(self) -> None:
-        """Prints what the reply that has just streamed lacks."""
-        turn = self.session.last
-        if turn is not None and turn.is_undecided:
-            for number, reply in list(enumerate(turn.replies))[turn.first_compared :]:
-                emit(safe(f"[{number}] {reply.label}\n{reply.text}\n"))
-            return
-        print(flush=True)
-        if turn is not None and turn.reply is not None and (turn.reply.error or turn.reply.remark):
-            emit(safe(f"({turn.reply.error or turn.reply.remark})"))
-
-    def _show_last_turn(self) -> None:
-        """Prints the end of a session that the user comes to."""
-        if (last := self.session.last) is not None:
-            files = "".join(f"+ {one.label}\n" for one in last.attachments if not one.is_paste)
-            emit(safe(f"> {last.text}\n{files}{last.reply.text if last.reply is not None else ''}"))
-
-    def _on_ctrl_c(self) -> None:
-        """Stops the reply, or says how to leave. Runs in the middle of whatever this thread does."""
-        session = self.session
-        if self.stop_shell():
-            return
-        if session.is_busy:
-            self._waiter.callbacks.put(lambda: self.controller.stop(session))
-        else:
-            print(f"\nCtrl-D leaves.\n{self._prompt}", end="", flush=True)
-
-    @property
-    def _prompt(self) -> str:
-        return f"{safe(self.session.name)}> "
-
-    def _on_token(self, session: Session, reply: Reply, text: str) -> None:
-        last = session.last
-        if session is self.session and last is not None and not last.is_undecided:
-            print(safe(text), end="", flush=True)
 
 
 class Pipe:
@@ -162,9 +27,10 @@ class Pipe:
         self, controller: ChatController, output: TextIO, *, as_json: bool = False, fits: bool = False
     ) -> None:
         """fits: whether a document is cut to what fits into the context"""
-        self._controller, self._waiter, self._fits = controller, Waiter(controller), fits
+        self._controller, self._fits = controller, fits
         self._output, self._as_json = output, as_json
         self._filter = safe if output.isatty() else str
+        self._callbacks: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()  # what other threads want run
         if not as_json:
             controller.on_token = lambda session, reply, text: self._write(text)
 
@@ -177,7 +43,7 @@ class Pipe:
         Raises what kept the engine from opening, EngineError, ReaderGone and RunFailed.
         """
         with without_library_output():
-            self._waiter.open()
+            self._open()
         num_failures = 0
         for index, line in enumerate(messages):
             where = "stdin" if is_document else f"line {line.index + 1}"
@@ -197,6 +63,15 @@ class Pipe:
                 notice(problem)
         return not num_failures
 
+    def _open(self) -> None:
+        """Loads the engine. Raises what keeps it from opening."""
+        opened: list[BaseException | None] = []
+        self._controller.client.start(self._callbacks.put, opened.append)
+        while not opened:
+            self._callbacks.get()()
+        if opened[0] is not None:
+            raise opened[0]
+
     def _fitted(self, text: str, question: str) -> str:
         """As much of a document as fits; says what is left out."""
         session, client = self._controller.current, self._controller.client
@@ -210,10 +85,6 @@ class Pipe:
                 notice(f"the document does not fit into the context: {left} in its middle are left out")
         return text
 
-    def _refuse(self, use: ToolUse) -> str:
-        notice(f"not allowed without --allow-tools: {use}")
-        return "n"
-
     def _reply_to(self, text: str, index: int, advice: str) -> str:
         """Writes the reply to one message. Returns what went wrong; empty if nothing did.
 
@@ -222,7 +93,12 @@ class Pipe:
         session = self._controller.current
         self._controller.send(session, text)
         try:
-            self._waiter.wait(session, self._refuse)
+            while session.is_busy:
+                if (use := session.asking) is not None:
+                    notice(f"not allowed without --allow-tools: {use}")
+                    self._controller.answer_call(session, is_allowed=False)
+                else:
+                    self._callbacks.get()()
         except Interrupted:
             if not self._as_json:
                 self._write("\n")

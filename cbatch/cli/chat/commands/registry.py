@@ -200,16 +200,16 @@ class FrontEnd:
 
     @property
     def screen(self) -> TranscriptView:
-        """Where the sessions are shown. Raises UserError on a terminal without a screen, as the next two do."""
-        raise UserError("This terminal shows lines only: nothing can be scrolled, compared or folded.")
+        """Where the sessions are shown."""
+        raise NotImplementedError
 
     def open_editor(self, text: str, then: Callable[[str], None]) -> None:
         """Opens a text in the user's editor. Calls `then` with the result if the user changed it."""
-        raise UserError("This terminal cannot open an editor.")
+        raise NotImplementedError
 
     def copy(self, text: str) -> None:
         """Puts a text on the clipboard."""
-        raise UserError("This terminal has no clipboard.")
+        raise NotImplementedError
 
 
 CommandHandler = Callable[[FrontEnd, str], None]
