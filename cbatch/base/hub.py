@@ -12,6 +12,7 @@ import queue
 import re
 import socket
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -57,7 +58,10 @@ def split_names(name: str) -> list[str]:
 
 
 def gguf_paths(source: str, revision: str | None) -> list[Path]:
-    """The files of a model, downloaded if they are on the hub. Raises ModelError if one is missing, and OSError."""
+    """The files of a model, downloaded if they are on the hub. Raises ModelError if one is missing, and OSError.
+
+    With a model, the file of its vision tower is downloaded (see `mmproj_names`).
+    """
     found = hub_file(source)
     if found is None:
         paths = [Path(name) for name in split_names(source)]
@@ -65,15 +69,49 @@ def gguf_paths(source: str, revision: str | None) -> list[Path]:
             if not path.is_file():
                 raise ModelNotFound(f"There is no file {path}.")
         return paths
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
+    names, towers = split_names(found.name), []
     try:
-        return [Path(hf_hub_download(found.repository, name, revision=revision)) for name in split_names(found.name)]
+        if not all(_cached_file(found.repository, name, revision) for name in names):
+            towers = mmproj_names(HfApi().list_repo_files(found.repository, revision=revision), found.name)[:1]
+        files = [Path(hf_hub_download(found.repository, name, revision=revision)) for name in towers + names]
+        return files[len(towers) :]
     except LocalEntryNotFoundError:  # there is no network
         raise
     except EntryNotFoundError as error:
         raise ModelNotFound(f"{found.repository} has no file {found.name}.") from error
+
+
+def mmproj_names(names: Iterable[str], model: str) -> list[str]:
+    """Of names of files, those of vision towers of a GGUF model, which lie beside it or above, the likeliest first.
+
+    That is one that is called after the model, and of several F16.
+    """
+
+    def plain(name: str) -> str:
+        return re.sub(r"mmproj|b?f16|f32|q8_0|[^a-z0-9]", "", Path(name).stem.lower())
+
+    def rank(name: str) -> tuple[int, bool, str]:
+        is_after = plain(model).startswith(plain(name))
+        return -len(plain(name)) if is_after else 1, re.search(r"(?<!b)f16", name.lower()) is None, name
+
+    folders = Path(model).parent, Path()
+    return sorted((one for one in names if is_mmproj(one) and Path(one).parent in folders), key=rank)
+
+
+def mmproj_paths(source: str, model: Path) -> list[Path]:
+    """The same as files. model: the first file of the model `source`"""
+    found = hub_file(source)
+    root = model.parents[found.name.count("/")] if found else model.parent
+    names = [str(path.relative_to(root)) for folder in {root, model.parent} for path in folder.glob("*")]
+    return [root / name for name in mmproj_names(names, str(model.relative_to(root)))]
+
+
+def is_mmproj(name: str) -> bool:
+    """Whether a file is called like the vision tower of a GGUF model."""
+    return name.lower().endswith(".gguf") and "mmproj" in Path(name).name.lower()
 
 
 CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 2.0, 10.0

@@ -27,7 +27,7 @@ from cbatch.base.errors import (
     first_sentence,
     in_short,
 )
-from cbatch.base.hub import gguf_paths, is_gguf, looks_like_path, reachable_source
+from cbatch.base.hub import gguf_paths, is_gguf, is_mmproj, looks_like_path, mmproj_paths, reachable_source
 from cbatch.base.model_files import (
     MODELOPT_FILE,
     WEIGHT_FILES,
@@ -49,8 +49,9 @@ from cbatch.model.base import Model
 from cbatch.model.config import UnsupportedConfig, read_generation_config, read_model_config
 from cbatch.model.config_classes import class_of, levels, text_config
 from cbatch.model.families import read_program
-from cbatch.model.formats.gguf import GgufModel
+from cbatch.model.formats.gguf import GgufModel, fingerprint_of
 from cbatch.model.formats.quantized import QuantizedCheckpoint, settings_of, without_quantization
+from cbatch.model.hf.gguf_vision import vision_beside
 from cbatch.model.hf.memory_check import fits
 from cbatch.model.hf.network import load_network
 from cbatch.model.hf.placement import Placement, placement_of
@@ -244,6 +245,8 @@ def _load_gguf(plan: LoadPlan) -> LoadedModel:
     checkpoint = GgufModel(paths, plan.weight_cache)
     tokenizer = _checked_tokenizer(plan, checkpoint.tokenizer)
     model = checkpoint.load(plan)
+    tower_dtype = choose_dtype("auto", model.dtype, plan.device)
+    vision = vision_beside(mmproj_paths(source, paths[0]), checkpoint, plan.device, tower_dtype)
 
     def make_network() -> Any:
         raise EngineError(f"{source} is a GGUF file, which transformers does not load here.")
@@ -256,10 +259,11 @@ def _load_gguf(plan: LoadPlan) -> LoadedModel:
         eos_ids=end_ids(model.vocab_size, checkpoint.config, tokenizer=tokenizer),
         sampling=_gguf_sampling(checkpoint.sampling, source),
         not_applied=tuple(key for key in GGUF_NOT_APPLIED if checkpoint.sampling.get(key)),
-        fingerprint=checkpoint.fingerprint,
+        fingerprint=checkpoint.fingerprint if isinstance(vision, str) else fingerprint_of(checkpoint.file, vision.file),
         fast_model=model,
         path="fast",
         stored=checkpoint.description,
+        vision=vision,
         make_pooling=lambda: Pooling(checkpoint.pooling or default_mode(tokenizer)),
     )
 
@@ -295,7 +299,9 @@ def check_folder(source: str) -> None:
     folder = Path(source)
     if folder.is_dir():
         check_files(folder)
-        if not (folder / "config.json").is_file() and (files := sorted(folder.glob("*.gguf"))):
+        if not (folder / "config.json").is_file() and (
+            files := sorted(folder.glob("*.gguf"), key=lambda path: (is_mmproj(path.name), path))
+        ):
             raise ModelError(f"{source} holds GGUF files; name the one to load, such as {files[0]}.")
         if not (folder / "config.json").is_file():
             raise ModelError(f"{source} is not a model folder: it has no config.json.")

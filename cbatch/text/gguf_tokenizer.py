@@ -49,6 +49,9 @@ _END_TOKENS = (
 )  # fmt: skip
 """Tokens that end an output in every model that has them, which files do not always name."""
 
+_OF_IMAGES = frozenset("<image> <|image_pad|> <image_soft_token> <start_of_image> <end_of_image>".split())
+"""Tokens that are special in their models, which files do not always say."""
+
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
@@ -99,9 +102,10 @@ def tokenizer_of(metadata: Mapping[str, Any], vocab_size: int, keep: Keep | None
             raise ModelError(f"The GGUF file has a tokenizer of the kind {str(kind)[:40]!r}, which is not read.")
         for number in (_CONTROL, _USER_DEFINED):
             its = [token for token, its_type in zip(tokens, types, strict=True) if its_type == number and token]
-            special = number == _CONTROL
+            special = frozenset(its) if number == _CONTROL else _OF_IMAGES
             # A token of spaces only stands for those of a normalized text.
-            backend.add_tokens([AddedToken(one, normalized=one.strip("▁") == "", special=special) for one in its])
+            added = [AddedToken(one, normalized=one.strip("▁") == "", special=one in special) for one in its]
+            backend.add_tokens(added)
         begins = kind in ("llama", "gemma4") or name in _BEGINS
         bos = _adds_specials(backend, metadata, tokens, begins=begins)
     except ModelError:

@@ -251,7 +251,7 @@ def test_weights_keep_their_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(QuantizedMatrix, "fill", noted)
     model = load_file(path)
     assert most <= 2048 and error_of(logits_by_torch(model), expected_of(network)) < 2e-4
-    assert model.weight_bytes < 1.3 * sum(tensor.data.nbytes for tensor in GgufModel([path])._file.tensors.values())
+    assert model.weight_bytes < 1.3 * sum(tensor.data.nbytes for tensor in GgufModel([path]).file.tensors.values())
     assert model.linear_cost.weight_bytes < model.num_parameters
 
 

@@ -558,7 +558,7 @@ def _add_rotation(writer: Any, config: Mapping[str, Any], head_dim: int) -> None
     writer.add_rope_dimension_count(rotated)
     writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
     if config["model_type"].startswith("qwen3_5") or "mrope_section" in rope:
-        writer.add_rope_dimension_sections([1, 1, 0, 0])
+        writer.add_rope_dimension_sections([*rope.get("mrope_section", [1, 1, 0]), 0])
     if config.get("position_embedding_type") == "nope" or config["model_type"] == "bamba":
         writer.add_rope_scaling_finetuned(config["model_type"] == "bamba")
     if rope.get("rope_type") == "yarn":

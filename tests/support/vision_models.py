@@ -493,6 +493,22 @@ def _paligemma() -> _Parts:
     return _made("paligemma", config, images, tokenizer, "<image>")
 
 
+def _gemma3() -> _Parts:
+    """With the windows that GGUF files imply."""
+    tokenizer = _tokenizer(
+        boi_token="<start_of_image>", eoi_token="<end_of_image>", image_token="<image_soft_token>"
+    )  # fmt: skip
+    layers = ["sliding_attention"] * 5 + ["full_attention"]
+    own = {"num_hidden_layers": 6, "layer_types": layers, "sliding_window": 16, "query_pre_attn_scalar": 16}
+    config = transformers.Gemma3Config(
+        text_config=_text("gemma3_text", tokenizer, **own | {"tie_word_embeddings": True}), mm_tokens_per_image=4,
+        vision_config={**TOWER, "image_size": 32, "patch_size": 8, "vision_use_head": False},
+        image_token_id=tokenizer.image_token_id, tie_word_embeddings=True,
+    )  # fmt: skip
+    images = _images("gemma3", "Gemma3", size=_size(32, 32), image_seq_length=4)
+    return _made("gemma3", config, images, tokenizer, "<start_of_image>", image_seq_length=4)
+
+
 MAKERS: dict[str, Callable[[], _Parts]] = {
     "aria": _aria,
     "aya_vision": _aya_vision,
@@ -501,6 +517,7 @@ MAKERS: dict[str, Callable[[], _Parts]] = {
     "deepseek_vl_hybrid": lambda: _deepseek_vl("deepseek_vl_hybrid", "DeepseekVLHybrid"),
     "exaone4_5": _exaone4_5,
     "fast_vlm": _fast_vlm,
+    "gemma3": _gemma3,
     "glm46v": lambda: _glm4v("glm46v", "Glm46V", "glm4v_text"),
     "glm4v": _glm4v,
     "glm4v_moe": _glm4v_moe,
@@ -546,9 +563,9 @@ PACKAGES = {
 """Packages that the processors of some need in transformers."""
 
 
-def save_vision_model(folder: Path, kind: str) -> Path:
+def save_vision_model(folder: Path, kind: str, parts: _Parts | None = None) -> Path:
     """A tiny random model of a type and its processor."""
-    parts = MAKERS[kind]()
+    parts = parts or MAKERS[kind]()
     torch.manual_seed(0)
     network = transformers.AutoModelForImageTextToText.from_config(parts.config).eval()
     draw_weights(network, 2 if kind == "kimi_k25" else 0)  # with 0 it says placeholders, which transformers blanks

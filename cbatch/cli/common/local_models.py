@@ -13,6 +13,8 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Literal
 
+from cbatch.base.hub import is_mmproj
+
 _GGUF_FOLDERS = ("~/.cache/llama.cpp", "~/.lmstudio/models", "~/.cache/lm-studio/models")
 """Where llama.cpp and LM Studio keep models."""
 
@@ -114,7 +116,7 @@ def _models_below(folder: str | os.PathLike[str], depth: int) -> Iterator[LocalM
         if status is not None and stat.S_ISDIR(status.st_mode):
             if depth and not entry.name.startswith("."):
                 yield from _models_below(entry, depth - 1)
-        elif status is not None and entry.name.lower().endswith(".gguf"):
+        elif status is not None and entry.name.lower().endswith(".gguf") and not is_mmproj(entry.name):
             yield LocalModel(entry.path, Path(entry.path), "gguf", status.st_size, status.st_mtime)
 
 

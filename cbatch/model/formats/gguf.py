@@ -43,7 +43,7 @@ class GgufModel:
     """A model in GGUF files, whose weights have not been read yet.
 
     config:      as its config.json would be
-    fingerprint: hash of the header and of samples of every tensor, 32 hexadecimal digits
+    fingerprint: see `fingerprint_of`
     """
 
     def __init__(self, paths: Sequence[Path], cache: WeightCache | None = None) -> None:
@@ -53,7 +53,9 @@ class GgufModel:
         """
         self._cache = cache
         with os_errors_as(ModelError, f"Cannot read {paths[0]}"):
-            self._file = file = read_gguf(paths)
+            self.file = file = read_gguf(paths)
+        if file.architecture == "clip":
+            raise ModelError(f"{paths[0]} is the vision tower of a model (mmproj): name the model's own file instead.")
         self.config: Config = read_config(file)
         try:
             self._program = read_program(self.config)
@@ -63,7 +65,7 @@ class GgufModel:
             raise ModelError(f"Cannot load {paths[0]}: {error}.") from error
         self._metadata = with_tokens(file.metadata)
         self.config["eos_token_id"] = end_ids(self._metadata)
-        self.fingerprint = _fingerprint(file)
+        self.fingerprint = fingerprint_of(file)
 
     @cached_property
     def tokenizer(self) -> TextTokenizer | None:
@@ -80,7 +82,7 @@ class GgufModel:
 
         if self._cache is None or most < min(self._cache.least_bytes, _LEAST_CHARACTERS):
             return make()
-        headers = hashlib.blake2b(b"".join(self._file.headers), digest_size=16).hexdigest()
+        headers = hashlib.blake2b(b"".join(self.file.headers), digest_size=16).hexdigest()
         pairs = dict.fromkeys(Pairs._fields, (most, np.dtype(np.uint32)))
         sizes: Sizes = {"count": (1, np.dtype(np.int64)), **pairs}
         try:
@@ -106,12 +108,12 @@ class GgufModel:
     @property
     def is_quantized(self) -> bool:
         """Whether some of its matrices are kept as integers."""
-        return any(tensor.type not in FLOATS for tensor in self._file.tensors.values())
+        return any(tensor.type not in FLOATS for tensor in self.file.tensors.values())
 
     @property
     def dtype(self) -> torch.dtype:
         """That of the matrices; bfloat16 for what stands beside integers."""
-        types = {tensor.type for tensor in self._file.tensors.values()}
+        types = {tensor.type for tensor in self.file.tensors.values()}
         if self.is_quantized or BF16 in types:
             return torch.bfloat16
         return torch.float16 if F16 in types else torch.float32
@@ -119,20 +121,20 @@ class GgufModel:
     @property
     def description(self) -> str:
         """The formats in the file, for people."""
-        counts = Counter(block_name(tensor.type) for tensor in self._file.tensors.values())
+        counts = Counter(block_name(tensor.type) for tensor in self.file.tensors.values())
         formats = ", ".join(f"{count} {name}" for name, count in counts.most_common())
-        numbers = sum(math.prod(tensor.shape) for tensor in self._file.tensors.values())
-        return f"GGUF with {8 * self._file.num_bytes / max(1, numbers):.2f} bits a weight (tensors: {formats})"
+        numbers = sum(math.prod(tensor.shape) for tensor in self.file.tensors.values())
+        return f"GGUF with {8 * self.file.num_bytes / max(1, numbers):.2f} bits a weight (tensors: {formats})"
 
     def load(self, plan: LoadPlan) -> CpuModel | CudaModel:
         """The model, ready to run. Raises ModelError or ConfigError if it cannot be.
 
         On a GPU, and in bfloat16 on a CPU, matrices keep the integers of the file; else they become numbers.
         """
-        source, identity = self._file.paths[0], lambda: self.fingerprint
+        source, identity = self.file.paths[0], lambda: self.fingerprint
         dtype, quantize = plan.formats(self.dtype, is_quantized=self.is_quantized)
         try:
-            model = plan.fast_model(self.config, self._weights, dtype, quantize, self._file.paths, identity)
+            model = plan.fast_model(self.config, self._weights, dtype, quantize, self.file.paths, identity)
         except (UnsupportedConfig, ImportError) as error:
             raise ModelError(f"Cannot load {source}: {error}.") from error
         except (RuntimeError, MemoryError) as error:
@@ -142,16 +144,18 @@ class GgufModel:
         if self.is_quantized:
             self._weights.finish("GGUF", "the file", model, quantize)
         else:
-            self._file.drop_pages()
+            self.file.drop_pages()
         return model
 
 
-def _fingerprint(file: GgufFile) -> str:
+def fingerprint_of(*files: GgufFile) -> str:
+    """A hash of headers and of samples of every tensor, 32 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=16)
-    for header in file.headers:
-        digest.update(hashlib.blake2b(header).digest())
-    for name in sorted(file.tensors):
-        data = file.tensors[name].data.reshape(-1)
-        for start, stop in sample_pieces(len(data)):
-            digest.update(data[start:stop].tobytes())
+    for file in files:
+        for header in file.headers:
+            digest.update(hashlib.blake2b(header).digest())
+        for name in sorted(file.tensors):
+            data = file.tensors[name].data.reshape(-1)
+            for start, stop in sample_pieces(len(data)):
+                digest.update(data[start:stop].tobytes())
     return digest.hexdigest()

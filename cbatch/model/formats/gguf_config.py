@@ -70,6 +70,7 @@ def read_config(file: GgufFile) -> Config:
         "num_key_value_heads": _kv_heads(data, layers, heads),
         "max_position_embeddings": data.whole("context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensors, "eos_token_id": None,
+        "deepstack_levels": data.whole("n_deepstack_layers", 0),
         "attention_bias": bool(data.shapes("attn_q.bias")), "mlp_bias": bool(data.shapes("ffn_down.bias")),
     }  # fmt: skip
     for name, keys in _EPSILONS.items():

@@ -243,16 +243,20 @@ class Vision:
         with torch.device("meta"):
             return AutoModelForImageTextToText.from_config(self._small_config()).model
 
-    @cached_property
-    def _tower(self) -> Any:
+    def _network(self, config: Any) -> tuple[Any, dict[str, Any]]:
+        """The network of a config, and what transformers reports of its weights."""
         from transformers import AutoModelForImageTextToText
 
-        silence_libraries()
-        config = self._small_config()
-        network, report = AutoModelForImageTextToText.from_pretrained(
+        found: tuple[Any, dict[str, Any]] = AutoModelForImageTextToText.from_pretrained(
             self._source, revision=self._revision, config=config, dtype=self._dtype, use_safetensors=True,
             ignore_mismatched_sizes=True, trust_remote_code=False, output_loading_info=True,
         )  # fmt: skip
+        return found
+
+    @cached_property
+    def _tower(self) -> Any:
+        silence_libraries()
+        network, report = self._network(self._small_config())
         parts = network.get_decoder(), network.get_output_embeddings()
         of_text = {id(one) for part in parts for one in part.parameters()}
         names = {name for name, one in network.named_parameters() if id(one) not in of_text}

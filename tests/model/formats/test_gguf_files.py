@@ -217,11 +217,34 @@ def test_all_parts_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return str(tmp_path / name)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_, **__: [])
     found = gguf_paths("me/m-GGUF:q8/m-00002-of-00002.gguf", "main")
     assert found == [tmp_path / f"q8/m-0000{number}-of-00002.gguf" for number in (1, 2)]
     assert asked == [("me/m-GGUF", f"q8/m-0000{number}-of-00002.gguf", "main") for number in (1, 2)]
     with pytest.raises(ModelNotFound, match=r"me/m-GGUF has no file none\.gguf"):
         gguf_paths("me/m-GGUF:none.gguf", None)
+
+
+def test_the_tower_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards images of models on the hub: with a model comes its tower, which lies above its folder, before it."""
+    listed = ["mmproj-BF16.gguf", "mmproj-F16.gguf", "q8/m.gguf", "q8/other.gguf", "q4/mmproj-F16.gguf"]
+    asked = []
+
+    def download(repository: str, name: str, *, revision: str | None) -> str:
+        asked.append(name)
+        (path := tmp_path / name).parent.mkdir(exist_ok=True)
+        path.touch()
+        return str(path)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_, **__: listed)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: None)
+    assert gguf_paths("me/m:q8/m.gguf", None) == [tmp_path / "q8/m.gguf"] and asked == ["mmproj-F16.gguf", "q8/m.gguf"]
+    assert hub.mmproj_paths("me/m:q8/m.gguf", tmp_path / "q8/m.gguf") == [tmp_path / "mmproj-F16.gguf"]
+    assert hub.mmproj_paths(str(tmp_path / "q8/m.gguf"), tmp_path / "q8/m.gguf") == []
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: str(tmp_path))
+    gguf_paths("me/m:q8/m.gguf", None)
+    assert asked[2:] == ["q8/m.gguf"]
 
 
 def test_files_of_the_hub_are_looked_for_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

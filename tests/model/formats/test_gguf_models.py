@@ -115,7 +115,7 @@ def test_latent_attention_of_older_files(tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "model.gguf"
     monkeypatch.setattr(gguf_files, "_LATENT", ())
     network = write_model(path, gguf_model("deepseek_v3"))
-    assert "blk.0.attn_kv_b.weight" in GgufModel([path])._file.tensors
+    assert "blk.0.attn_kv_b.weight" in GgufModel([path]).file.tensors
     found = logits_in_chunks(load(path), CpuAttention())
     assert error_of(found, reference_logits(network, [PROMPT])[0]) < 1e-4
 
@@ -148,7 +148,7 @@ def test_experts_in_one_tensor(kind: str, tmp_path: Path, monkeypatch: pytest.Mo
     path = tmp_path / "model.gguf"
     monkeypatch.setattr(gguf_files, "pieces", fused(gguf_files.pieces))
     network = write_model(path, gguf_model(kind), Kind.Q8_0)
-    assert any("ffn_gate_up_exps" in name for name in GgufModel([path])._file.tensors)
+    assert any("ffn_gate_up_exps" in name for name in GgufModel([path]).file.tensors)
     expected = reference_logits(network, [PROMPT])[0]
     assert error_of(logits_in_chunks(load(path, "float32"), CpuAttention()), expected) < 1e-4
     assert typical_error(logits_in_chunks(load(path, activations="bf16"), CpuAttention()), expected) < 0.1
@@ -258,7 +258,7 @@ def test_embeddings_stay_small(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_model(path, gguf_model("llama"), Kind.Q4_0)
     model = load(path)
-    assert model.weight_bytes < 1.3 * sum(tensor.data.nbytes for tensor in GgufModel([path])._file.tensors.values())
+    assert model.weight_bytes < 1.3 * sum(tensor.data.nbytes for tensor in GgufModel([path]).file.tensors.values())
 
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q4_0], ids=lambda kind: kind.name)

@@ -86,6 +86,8 @@ def read_rope(data: Metadata, config: Config, default_base: float = 10000.0) -> 
     if rotated > head_dim:
         raise data.refused(f"claims to rotate {rotated} numbers of a head of {head_dim}")
     rope: Config = {"rope_type": "default", "rope_theta": base}
+    if data.has("rope.dimension_sections"):
+        rope["mrope_section"] = data.wholes("rope.dimension_sections", 3)
     if rotated != head_dim:
         rope["partial_rotary_factor"] = rotated / head_dim
     if base <= 0:
