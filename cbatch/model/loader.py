@@ -245,8 +245,8 @@ def _load_gguf(plan: LoadPlan) -> LoadedModel:
     checkpoint = GgufModel(paths, plan.weight_cache)
     tokenizer = _checked_tokenizer(plan, checkpoint.tokenizer)
     model = checkpoint.load(plan)
-    tower_dtype = choose_dtype("auto", model.dtype, plan.device)
-    vision = vision_beside(mmproj_paths(source, paths[0]), checkpoint, plan.device, tower_dtype)
+    of_images = choose_dtype("auto", model.dtype, plan.device)  # by torch
+    vision = vision_beside(mmproj_paths(source, paths[0]), checkpoint, plan.device, of_images)
 
     def make_network() -> Any:
         raise EngineError(f"{source} is a GGUF file, which transformers does not load here.")

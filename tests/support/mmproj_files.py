@@ -27,13 +27,13 @@ from tests.support.vision_models import MAKERS, save_vision_model
 
 TEXTS = {
     "gemma3": ("gemma3_text", "GEMMA3"), "idefics3": ("llama", "LLAMA"), "qwen2_5_vl": ("qwen2", "QWEN2VL"),
-    "qwen2_vl": ("qwen2", "QWEN2VL"), "qwen3_vl": ("qwen3", "QWEN3VL"),
+    "qwen2_vl": ("qwen2", "QWEN2VL"), "qwen3_5": ("qwen3_5_text", "QWEN35"), "qwen3_vl": ("qwen3", "QWEN3VL"),
 }  # fmt: skip
 """Types of the language models alone, and the package's names of their architectures."""
 
 PROJECTORS = {
     "gemma3": "gemma3", "idefics3": "idefics3", "qwen2_5_vl": "qwen2.5vl_merger", "qwen2_vl": "qwen2vl_merger",
-    "qwen3_vl": "qwen3vl_merger",
+    "qwen3_5": "qwen3vl_merger", "qwen3_vl": "qwen3vl_merger",
 }  # fmt: skip
 IMAGE_PIXELS = {"shortest_edge": 128 * 128, "longest_edge": 160 * 160}
 
@@ -46,6 +46,10 @@ def save_folder(folder: Path, kind: str, stored: Kind = Kind.F32) -> Path:
     parts = MAKERS[kind]()
     if kind == "qwen2_5_vl":  # files do not say how large windows are, and an image should have several
         parts.config.vision_config.window_size = 112
+    if kind == "idefics3":  # whose patches leave a part of an image, as the published ones do
+        parts.config.vision_config.image_size = 36
+        parts.processor.image_processor.max_image_size = {"longest_edge": 36}
+        parts.processor.image_processor.size = {"longest_edge": 72}
     if "qwen" in kind:
         parts.processor.image_processor.size = IMAGE_PIXELS
     save_vision_model(folder, kind, parts)
@@ -86,6 +90,7 @@ def write_text(
     }
     tokenizer = processor_class(config.model_type).from_pretrained(folder).tokenizer
     tokens = [one for one, _ in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])]
+    tokens = tokens[: config.get_text_config().vocab_size]  # without one that its class adds
     metadata = tokenizer_metadata(tokenizer.backend_tokenizer, tokens, "gpt-2") | {
         "tokenizer.chat_template": tokenizer.chat_template, "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
@@ -136,13 +141,13 @@ def _pieces(config: Any, names: Any, name: str, array: Array) -> Iterator[tuple[
     if name == "visual.patch_embed.proj.weight":
         yield "v.patch_embd.weight", array[:, :, 0]
         yield "v.patch_embd.weight.1", array[:, :, 1]
-    elif kind != "qwen3_vl" and ".qkv." in name:
+    elif "qwen3" not in kind and ".qkv." in name:
         for part, rows in zip("qkv", np.split(array, 3), strict=True):
             yield names.get_name(name.replace("qkv", part), (".weight", ".bias")), rows
     elif match := re.fullmatch(r"visual\.deepstack_merger_list\.(\d)\.(\w+)\.(\w+)", name):
         layer = config.vision_config.deepstack_visual_indexes[int(match[1])]
         yield f"v.deepstack.{layer}.{match[2].replace('linear_', '')}.{match[3]}", array
-    elif kind == "qwen3_vl" and "visual.merger" in name:
+    elif "qwen3" in kind and "visual.merger" in name:
         for ours, theirs in (("visual.merger.norm", "v.post_ln"), ("visual.merger.linear_fc1", "mm.0"),
                              ("visual.merger.linear_fc2", "mm.2")):  # fmt: skip
             name = name.replace(ours, theirs)
@@ -172,10 +177,10 @@ def _metadata(config: Any, folder: Path) -> dict[str, Any]:
     if kind == "gemma3":
         found["clip.vision.projector.scale_factor"] = 2
     if kind == "idefics3":
-        found |= {"clip.vision.projector.scale_factor": config.scale_factor, "clip.vision.preproc_image_size": 64}
+        found |= {"clip.vision.projector.scale_factor": config.scale_factor, "clip.vision.preproc_image_size": 72}
     if kind == "qwen2_5_vl":
         found["clip.vision.n_wa_pattern"] = tower.fullatt_block_indexes[0] + 1
-    if kind == "qwen3_vl":
-        flags = [layer in tower.deepstack_visual_indexes for layer in range(layers)]
+    if "qwen3" in kind:
+        flags = [layer in (getattr(tower, "deepstack_visual_indexes", None) or []) for layer in range(layers)]
         found |= {"clip.vision.spatial_merge_size": 2, "clip.vision.is_deepstack_layers": flags}
     return found

@@ -71,10 +71,8 @@ def _settings(kind: str, data: Metadata, width: int) -> tuple[Config, Config, Co
     merge = data.whole("vision.spatial_merge_size", 2) if is_qwen else data.whole("vision.projector.scale_factor", 4)
     heads, up = data.whole("vision.attention.head_count"), data.shape(f"v.blk.{layers - 1}.ffn_up.weight")
     places = 0 if kind.startswith("qwen2") else data.shape("v.position_embd.weight")[0]
-    is_right = merge and hidden in up and data.shape("v.patch_embd.weight")[-1] == patch
-    if is_right:
-        is_right = data.shape("mm.0.weight")[-1] == hidden * merge**2 if is_qwen else (side // patch) ** 2 == places
-    if not is_right:
+    fits = merge and hidden in up and patch == data.shape("v.patch_embd.weight")[-1]
+    if not fits or (data.shape("mm.0.weight")[-1] != hidden * merge**2 if is_qwen else (side // patch) ** 2 != places):
         raise data.refused("claims to have other sizes than its tensors have")
     tower: Config = {
         "hidden_size": hidden, "intermediate_size": math.prod(up) // hidden, "patch_size": patch, "image_size": side,
@@ -124,12 +122,14 @@ class GgufVision(Vision):
         up = data.shape("v.blk.0.ffn_up.weight")
         if up[0] == data.whole("vision.embedding_length") != up[-1]:  # in older files
             self._names |= {".ffn_up": names[".ffn_down"], ".ffn_down": names[".ffn_up"]}
-        self._tokenizer = None if model.tokenizer is None else model.tokenizer.backend.tokenizer
-        known = {} if self._tokenizer is None else self._tokenizer.get_vocab()
-        self._tokens = {key: next((one for one in some.split() if one in known), "") for key, some in tokens.items()}
-        if not all(self._tokens.values()):
-            raise data.refused(f"is of a model that has the tokens {', '.join(tokens.values())}")
-        self._image_id = known[self._tokens["image_token"]]
+        if model.tokenizer is None:
+            raise data.refused("is of a model that has a tokenizer")
+        self._tokenizer, number = model.tokenizer.backend.tokenizer, model.tokenizer.backend.token_to_id
+        known = {key: [one for one in some.split() if number(one) is not None] for key, some in tokens.items()}
+        if lacking := [tokens[key] for key, some in known.items() if not some]:
+            raise data.refused(f"is of a model that has the token {lacking[0]}")
+        self._tokens = {key: some[0] for key, some in known.items()}
+        self._image_id = number(self._tokens["image_token"])
         sizes = "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"
         self._text = {name: text[name] for name in sizes}
 
