@@ -13,6 +13,8 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Literal
 
+from huggingface_hub import constants
+
 from cbatch.base.hub import is_mmproj
 
 _GGUF_FOLDERS = ("~/.cache/llama.cpp", "~/.lmstudio/models", "~/.cache/lm-studio/models")
@@ -43,7 +45,7 @@ class LocalModel:
 
 def local_models() -> list[LocalModel]:
     """All models that are found, by name: first those of the hub's cache, then GGUF files."""
-    found = {model.name: model for model in _hub_models(hub_cache())}
+    found = {model.name: model for model in _hub_models(Path(constants.HF_HUB_CACHE))}
     for folder in gguf_folders():
         found |= {model.name: model for model in _models_below(folder, _MAX_DEPTH) if model.kind == "gguf"}
     return sorted(found.values(), key=lambda model: (model.kind != "hub", model.name.lower()))
@@ -52,15 +54,6 @@ def local_models() -> list[LocalModel]:
 def models_below(folder: Path) -> list[LocalModel]:
     """The model folders and GGUF files in a folder, and below it, by name."""
     return sorted(_models_below(folder, _MAX_DEPTH), key=lambda model: model.name.lower())
-
-
-def hub_cache() -> Path:
-    """The folder of the hub's cache, found as huggingface_hub finds it (its import would take longer than the list)."""
-    environment = os.environ
-    cache = environment.get("XDG_CACHE_HOME", _expand("~/.cache"))
-    home = environment.get("HF_HOME", str(Path(cache, "huggingface")))
-    hub = environment.get("HUGGINGFACE_HUB_CACHE", str(Path(_expand(home), "hub")))
-    return Path(_expand(environment.get("HF_HUB_CACHE", hub)))
 
 
 def gguf_folders() -> list[Path]:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
+from huggingface_hub import constants
 
 from cbatch.base.errors import ConfigError
 from cbatch.base.units import format_bytes
 from cbatch.cli.common.configured_command import ConfiguredCommand, display_path
 from cbatch.cli.common.console import emit, safe
-from cbatch.cli.common.local_models import LocalModel, gguf_folders, hub_cache, local_models, models_below
+from cbatch.cli.common.local_models import LocalModel, gguf_folders, local_models, models_below
 
 
 @click.command("models", cls=ConfiguredCommand)
@@ -35,9 +36,9 @@ def models(folder: str | None, as_json: bool) -> Literal[0]:
     elif folder is not None:
         emit(f"There are no models in {folder}: neither folders with a config.json and safetensors, nor GGUF files.")
     else:
-        folders = ", ".join(display_path(one) for one in gguf_folders())
+        cache, *folders = (display_path(one) for one in (Path(constants.HF_HUB_CACHE), *gguf_folders()))
         emit(
-            f"There are no models in the hub's cache ({display_path(hub_cache())}), and no GGUF files in {folders}. "
+            f"There are no models in the hub's cache ({cache}), and no GGUF files in {', '.join(folders)}. "
             "A model is downloaded when it is first used, for example by cbatch chat -m Qwen/Qwen3-0.6B."
         )
     return 0

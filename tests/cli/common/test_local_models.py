@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from subprocess import run as run_process
 
 import click
 import pytest
@@ -41,24 +38,6 @@ def add_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AddModel:
         return snapshot
 
     return add
-
-
-def test_the_cache_is_where_the_hub_library_has_it(tmp_path: Path) -> None:
-    """Guards the rule that is written twice, because importing the library would take longer than the list."""
-    code = (
-        "from huggingface_hub.constants import HF_HUB_CACHE; from cbatch.cli.common.local_models import hub_cache\n"
-        "assert str(hub_cache()) == HF_HUB_CACHE, (hub_cache(), HF_HUB_CACHE)"
-    )
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_", "HUGGING"))}
-    for given in (
-        {},
-        {"XDG_CACHE_HOME": "/x"},
-        {"XDG_CACHE_HOME": "/x", "HF_HOME": "~/$PLACE"},
-        {"HF_HOME": "/h", "HUGGINGFACE_HUB_CACHE": "/old"},
-        {"HUGGINGFACE_HUB_CACHE": "/old", "HF_HUB_CACHE": "~/new"},
-    ):
-        environment = plain | given | {"HOME": str(tmp_path), "PLACE": "p"}
-        run_process([sys.executable, "-c", code], env=environment, check=True)
 
 
 def test_models_of_the_cache_and_gguf_files(
