@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 EXTRAS = {
     "PIL": ("images", "Images need Pillow, the package"),
     "accelerate": ("device-map", "--device-map auto needs"),
+    "av": ("video", "Videos need PyAV, the package"),
     "fsspec": ("remote", "Files that lie elsewhere need"),
     "jsonschema": ("validate", "Checks by a JSON schema need"),
     "llguidance": ("structured", "Structured output needs"),

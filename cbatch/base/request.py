@@ -72,14 +72,14 @@ class ScoredTail(NamedTuple):
 
 
 class ImageTexts(NamedTuple):
-    """The texts that stand for images in a prompt.
+    """The texts that stand for images and videos in a prompt.
 
-    marker: the chat template writes it for each image
-    texts:  come in its place, one for each image
-    before: stands before the prompt
+    markers: what the chat template writes for each of them
+    texts:   come in the places of these
+    before:  stands before the prompt
     """
 
-    marker: str
+    markers: Sequence[str]
     texts: Sequence[str]
     before: str = ""
 
@@ -104,7 +104,7 @@ class Request:
     Asked for by a row or a program. Exactly one of the first three is set, unless there is an `error`:
     text:       plain text to continue; in a row it may become a message of the user
     messages:   a conversation, for the chat template. Content is text, or a list of `{"type": "text", "text": ...}` and
-                `{"type": "image"}`
+                `{"type": "image"}` or `{"type": "video"}`
     prompt_ids: token ids to continue. Those of other prompts are made by `InputProcessor.encode`
     raw:        take `text` as it is, even if the model has a chat template
     system:     system message, if the conversation has none
@@ -117,7 +117,8 @@ class Request:
     embed:      what is embedded, if nothing is to be generated
     given:      sampling parameters that the row sets, by name
     given_template: options of the chat template that the row sets
-    given_pictures: what the row says of each picture, and where it stands, for messages; empty once `pictures` is set
+    given_pictures: what the row says of each picture, and where it stands, for messages; of a video also its frames per
+                second. Empty once `pictures` is set
     priority:   lower priorities run first
     tool_rounds: how often what the model calls is run; 0 gives the calls as the result
     tries:      how many tries earlier runs have given it
@@ -186,7 +187,7 @@ class Request:
     embed: EmbedOptions | None = None
     given: dict[str, Any] = field(default_factory=dict)
     given_template: dict[str, Any] = field(default_factory=dict)
-    given_pictures: Sequence[tuple[Any, str]] = ()
+    given_pictures: Sequence[tuple[Any, ...]] = ()
     priority: int = 0
     tool_rounds: int = 0
     tries: int = 0

@@ -1,4 +1,4 @@
-"""Pictures that rows bring along: where each comes from, and the bytes of its file."""
+"""Pictures and videos that rows bring along: where each comes from, and the bytes of its file."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import io
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from cbatch.base.errors import RequestError, in_short, invalid_row, reason_of
@@ -24,8 +24,8 @@ from cbatch.extras import require_package
 NO_IMAGES = "this model takes no images"
 """The reason why a picture is refused that goes to a model of text."""
 
-MAX_BYTES = 64 * 2**20
-"""Largest file of a picture."""
+MAX_BYTES = 256 * 2**20
+"""Largest file of a picture or video."""
 
 FETCH_SECONDS = 60
 """How long a web server may take for a picture."""
@@ -45,6 +45,7 @@ class Picture:
     name:   for messages: `image 2 of message 1 (photos/cat.png)`
     """
 
+    kind: ClassVar[Literal["image", "video"]] = "image"
     source: Path | bytes = field(repr=False)
     name: str
     _digest: str = field(default="", init=False, repr=False, compare=False)
@@ -63,7 +64,7 @@ class Picture:
         """The picture in memory. Raises RequestError as `read` does, and if its file has not the bytes of `digest`."""
         if isinstance(self.source, bytes):
             return self
-        found = Picture(self.read(), self.name)
+        found = replace(self, source=self.read())
         if found.digest() != self.digest():
             raise self.invalid("has changed since it was read")
         return found
@@ -78,6 +79,24 @@ class Picture:
             raise self.invalid(f"cannot be read: {reason_of(error)}") from error
 
 
+@dataclass(slots=True)
+class Video(Picture):
+    """A video that is not decoded, or an animation.
+
+    frames: its pictures in order, if it is given as these instead of a file
+    fps:    how many of those are shown in a second
+    """
+
+    kind = "video"
+    frames: Sequence[Picture] = ()
+    fps: float = 2.0
+
+    def digest(self) -> str:
+        """A hash of the bytes of all frames, which differs from that of a picture."""
+        digests = [one.digest() for one in self.frames] or Picture.digest(self)
+        return _hash(repr((self.kind, self.fps, digests)).encode())
+
+
 @dataclass(frozen=True, slots=True)
 class MediaSources:
     """Where pictures may come from.
@@ -88,6 +107,14 @@ class MediaSources:
 
     root: str = "."
     allow_remote: bool = False
+
+    def video(self, given: Any, place: str, fps: float) -> Video:
+        """The video that a row gives: what `picture` takes, or a list of that, its frames. Raises as `picture` does."""
+        if isinstance(given, str | Mapping):
+            file = self.picture(given, place)
+            return Video(file.source, file.name)
+        frames = [self.picture(one, f"frame {number} of {place}") for number, one in enumerate(given, start=1)]
+        return Video(b"", place, frames, fps)
 
     def picture(self, given: str | Mapping[str, Any], place: str) -> Picture:
         """The picture that a row gives. A file is not opened yet.
@@ -115,8 +142,8 @@ class MediaSources:
         match text.partition(":")[0].lower():
             case "data":
                 head, _, data = text.partition(",")
-                if not (head.lower().startswith("data:image/") and head.lower().endswith(";base64")):
-                    raise ValueError("it must begin with data:image/, its kind and ;base64")
+                if not (head.lower().startswith(("data:image/", "data:video/")) and head.lower().endswith(";base64")):
+                    raise ValueError("it must begin with data:image/ or data:video/, its kind and ;base64")
                 return _decoded(data)
             case "http" | "https" if "://" in text:
                 if not self.allow_remote:
@@ -152,6 +179,8 @@ def as_given(value: Any) -> Any:
         file = io.BytesIO()
         import_module("PIL.ImageOps").exif_transpose(value).convert("RGB").save(file, "PNG", compress_level=1)
         value = file.getvalue()
+    if isinstance(value, list):  # the frames of a video
+        return [as_given(one) for one in value]
     if isinstance(value, bytes | bytearray | memoryview):
         return {"bytes": base64.b64encode(value).decode(), "path": None}
     return os.fspath(value) if isinstance(value, os.PathLike) else value

@@ -22,7 +22,7 @@ from torch import Tensor
 from cbatch.base.errors import RequestError, in_short
 from cbatch.base.request import ImageTexts, PlacedImage, Request
 from cbatch.media.decoding import decode
-from cbatch.media.pictures import Picture
+from cbatch.media.pictures import Picture, Video
 from cbatch.model.hf.vision import ProcessedImage, Vision
 from cbatch.runtime.batch import ImageRows
 from cbatch.runtime.memory import clear_frames, is_out_of_memory, release_memory
@@ -126,7 +126,8 @@ class Images:
     def texts(self, pictures: Sequence[Picture]) -> ImageTexts:
         """The texts that stand for pictures in a prompt. Raises RequestError for one that cannot be read."""
         layouts = [self._layout(picture, name) for picture, name in self._named(pictures)]
-        return ImageTexts(self._vision.marker, [layout.text for layout in layouts], self._vision.context[0])
+        markers = [self._vision.marker(picture.kind) for picture in pictures]
+        return ImageTexts(markers, [layout.text for layout in layouts], self._vision.context[0])
 
     def _named(self, pictures: Sequence[Picture]) -> Iterator[tuple[Picture, str]]:
         """Pictures of a conversation with the digest of each, which ends otherwise if others make it something else."""
@@ -243,9 +244,14 @@ class Images:
         return found or self._process(picture, digest)
 
     def _process(self, picture: Picture, digest: str, *, is_next: bool = False) -> ProcessedImage:
-        pixels, is_alone = decode(picture.unchanged()), digest == picture.digest()
+        now = picture.unchanged()
         try:
-            made = self._vision.process(pixels, is_alone=is_alone)
+            if isinstance(now, Video):
+                made = self._vision.process_video(now)
+            else:
+                made = self._vision.process(decode(now), is_alone=digest == picture.digest())
+        except RequestError:
+            raise
         except Exception as error:  # such as for a picture that is too narrow for the model
             raise picture.invalid(f"cannot be processed: {in_short(error)}") from error
         self._input_bytes = made.nbytes

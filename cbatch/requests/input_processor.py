@@ -152,7 +152,8 @@ class InputProcessor:
                 raise invalid_row(self._model.images)
             if row.continuations and self._model.labels:
                 raise invalid_row("images go with rows that are answered or scored, not with those that are classified")
-            row.pictures = [self._media.picture(given, place) for given, place in row.given_pictures]
+            media = self._media
+            row.pictures = [(media.video if len(one) == 3 else media.picture)(*one) for one in row.given_pictures]
             row.given_pictures = ()  # which may be large
 
     def set_image_texts(self, request: Request) -> None:

@@ -49,10 +49,9 @@ _CUSTOM_ID = re.compile(rb'\s*\{\s*"custom_id"\s*:\s*(?:"([^"\\]*)")?')
 ENVELOPE_FIELDS = ("custom_id", "method", "url", "body")
 """Fields of a request line of the OpenAI Batch API."""
 
-_IMAGE_PARTS = ("image_url", "image", "input_image")
-"""Kinds of content parts that are images, of OpenAI's APIs and of transformers."""
+_MEDIA = {"image_url": "image", "image": "image", "input_image": "image", "video_url": "video", "video": "video"}
+"""What content parts of these kinds are, of OpenAI's APIs, of vLLM and of transformers."""
 
-_IMAGE_FIELDS = ("image_url", "image", "url", "path", "base64")
 _ROLES_WITH_IMAGES = ("user", "tool", "system", "developer")
 
 _OF_CHATS = "top_logprobs enable_thinking think thinking reasoning_effort reasoning".split()
@@ -280,7 +279,7 @@ def _tool_choice(row: Request, choice: Any, tools: Sequence[Mapping[str, Any]]) 
 def _set_messages(row: Request, value: Any) -> None:
     if not isinstance(value, list) or not value:
         raise row.invalid("messages must be a list of at least one message")
-    messages, pictures = [], list[tuple[Any, str]]()
+    messages, pictures = [], list[tuple[Any, ...]]()
     for number, message in enumerate(value, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise row.invalid(f"message {number} must be an object with a role and content")
@@ -331,8 +330,8 @@ def _check_spelling(row: Request, names: Iterable[str], known: Iterable[str]) ->
             raise row.invalid(f"unknown parameter {name!r}; did you mean {meant!r}?{advice}", "unknown_parameter")
 
 
-def _content(row: Request, number: int, message: Mapping[str, Any], pictures: list[tuple[Any, str]]) -> Any:
-    """The content of a message: its text, or a list of its texts and images if it has any, which join `pictures`."""
+def _content(row: Request, number: int, message: Mapping[str, Any], pictures: list[tuple[Any, ...]]) -> Any:
+    """The content of a message: its text, or a list of its texts, images and videos, which join `pictures`."""
     value, role = message.get("content"), message["role"]
     if shown := message.get("images"):  # of ollama
         if not isinstance(shown, list):
@@ -348,28 +347,37 @@ def _content(row: Request, number: int, message: Mapping[str, Any], pictures: li
         kind = part.get("type") if isinstance(part, dict) else json_type(part)
         if kind == "text" and isinstance(part.get("text"), str):
             made.append({"type": "text", "text": part["text"]})
-        elif kind in _IMAGE_PARTS:
+        elif (medium := _MEDIA.get(str(kind))) is not None:
             if role not in _ROLES_WITH_IMAGES:
-                raise row.invalid(f"message {number} has an image, and its role is {role!r:.60}")
-            place = f"image {len(pictures) - before + 1} of message {number}"
-            pictures.append((_image(row, part, place), place))
-            made.append({"type": "image"})
+                raise row.invalid(f"message {number} has a part {kind!r:.60}, and its role is {role!r:.60}")
+            made.append({"type": medium})
+            place = f"{medium} {made.count(made[-1])} of message {number}"
+            pictures.append(_medium(row, part, place, medium))
         else:
-            raise row.invalid(f"message {number} has a part {kind!r:.60}: parts are text (a string) and images")
+            raise row.invalid(f"message {number} has a part {kind!r:.60}: parts are text (a string), images, videos")
     return made if len(pictures) > before else "".join(part["text"] for part in made)
 
 
-def _image(row: Request, part: Mapping[str, Any], place: str) -> str | Mapping[str, Any]:
-    """The image that a part of a content names, for `MediaSources`."""
-    given = [(name, part[name]) for name in _IMAGE_FIELDS if part.get(name) is not None]
+def _medium(row: Request, part: Mapping[str, Any], place: str, kind: str) -> tuple[Any, ...]:
+    """The arguments of `MediaSources.picture` or `video` for what a part of a content names. Raises RequestError."""
+    names = (f"{kind}_url", kind, "url", "path", "base64")
+    given = [(name, part[name]) for name in names if part.get(name) is not None]
     name, value = given[0] if len(given) == 1 else ("", None)
-    if name == "image_url" and isinstance(value, dict):
+    if name == f"{kind}_url" and isinstance(value, dict):
         value = value.get("url")
-    if name == "image" and isinstance(value, dict):
-        return value
-    if not isinstance(value, str) or not value:
-        raise row.invalid(f"{place} must have one of {', '.join(_IMAGE_FIELDS)}, which is text")
-    return {"bytes": value} if name == "base64" else value
+    may_be = (dict, list) if name == "video" else (dict,) if name == "image" else ()
+    if not isinstance(value, (str, *may_be)) or not value:
+        raise row.invalid(f"{place} must have one of {', '.join(names)}, which is text")
+    value = {"bytes": value} if name == "base64" else value
+    if kind == "image":
+        return value, place
+    rates = {"fps", "sample_fps"} if isinstance(value, list) else set()
+    if others := part.keys() - {"type", "digest", *names, *rates}:
+        raise row.invalid(f"{place} has {min(others)!r:.60}: the model's processor chooses the frames of a file")
+    fps = part.get("fps") or part.get("sample_fps") or 2.0
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < 1e6:
+        raise row.invalid(f"fps of {place} must be a number above 0")
+    return value, place, float(fps)
 
 
 PROMPT_FIELDS = {"messages": _set_messages, "prompt": _set_prompt, "prompt_token_ids": _set_token_ids}

@@ -163,7 +163,7 @@ class ChatTokenizer:
         tools:    functions that the model may call (see `check_tools`); a template without tools ignores them
         template: the date, further variables, and whether the last message is continued instead
         answer:   the beginning of the assistant's turn, which the model is to continue
-        images:   what stands for the images of messages, which are parts `{"type": "image"}`
+        images:   what stands for the images and videos of messages, which are parts `{"type": "image"}`
         context:  see `encode`
 
         Raises RequestError: `template_error` if the template refuses the messages, and `prompt_too_long`.
@@ -326,11 +326,12 @@ class ChatTokenizer:
         """A rendered conversation with what stands for each image. Raises RequestError if the template lacks some."""
         if images is None:
             return rendered
-        texts, count = rendered.split(images.marker), len(images.texts)
-        if len(texts) != count + 1:
-            shown = f"{len(texts) - 1} of {count} images"
+        parts, count = re.split(f"({'|'.join({*map(re.escape, images.markers)})})", rendered), len(images.texts)
+        if parts[1::2] != list(images.markers):
+            shown = f"{len(parts) // 2} of {count} images" if len(parts) // 2 != count else "images in another order"
             raise RequestError("template_error", f"The chat template shows {shown} of the conversation.")
-        return images.before + "".join(chain.from_iterable(zip(texts, [*images.texts, ""], strict=True)))
+        parts[1::2] = images.texts
+        return images.before + "".join(parts)
 
     def _encode_with_text_specials(
         self, source: str, parts: list[Any], options: TemplateOptions, context: int | None, images: ImageTexts | None

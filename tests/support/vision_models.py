@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
+from PIL.ImageSequence import Iterator as iter_frames
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -36,8 +37,9 @@ TILES = [f"{row}_col_{column}" for row in range(1, 5) for column in range(1, 5)]
 """Numbers of tiles in names of special tokens."""
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}:{% if message.content is string %}{{ message.content }}"
-    "{% else %}{% for part in message.content %}{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}"
-    "{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    "{% else %}{% for part in message.content %}{% if part.type == 'image' %}IMAGE{% elif part.type == 'video' %}VIDEO"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
 
@@ -73,9 +75,11 @@ def _size(height: int, width: int) -> dict[str, int]:
     return {"height": height, "width": width}
 
 
-def _made(kind: str, config: Any, images: Any, tokenizer: Any, image: str, **settings: Any) -> _Parts:
-    """image: what the chat template writes for one"""
-    template = TEMPLATE.replace("IMAGE", image)
+def _made(
+    kind: str, config: Any, images: Any, tokenizer: Any, image: str, video: str = "<video>", **settings: Any
+) -> _Parts:
+    """image, video: what the chat template writes for one"""
+    template = TEMPLATE.replace("IMAGE", image).replace("VIDEO", video)
     made = processor_class(kind)(image_processor=images, tokenizer=tokenizer, chat_template=template, **settings)
     return _Parts(config, made)
 
@@ -89,7 +93,7 @@ def _idefics3(kind: str = "idefics3", name: str = "Idefics3") -> _Parts:
         scale_factor=2, image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
     )  # fmt: skip
     images = _images(kind, name, size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
-    videos = {"video_processor": transformers.SmolVLMVideoProcessor()} if kind == "smolvlm" else {}
+    videos = {"video_processor": VIDEOS["smolvlm"]()} if kind == "smolvlm" else {}
     return _made(kind, config, images, tokenizer, "<image>", image_seq_len=4, **videos)
 
 
@@ -228,7 +232,8 @@ def _grid(
     images:    module and name of its image processor
     """
     begin, end, image, video = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
-    tokenizer = _tokenizer(begin, end, image_token=image, video_token=video)
+    around = ["<|begin_of_video|>", "<|end_of_video|>"] if kind.startswith("glm") else []
+    tokenizer = _tokenizer(begin, end, *around, image_token=image, video_token=video)
     ids = tokenizer.convert_tokens_to_ids
     marks = {f"{one}_{side}_token_id": ids(token) for one in ("vision", "image", "video")
              for side, token in (("start", begin), ("end", end))}  # fmt: skip
@@ -242,7 +247,7 @@ def _grid(
     if images[0].startswith("glm"):
         size = {edge: frames * count for edge, count in size.items()}
     made = _images(*images, patch_size=8, merge_size=2, temporal_patch_size=frames, size=size)
-    return _made(kind, config, made, tokenizer, f"{begin}{image}{end}")
+    return _made(kind, config, made, tokenizer, f"{begin}{image}{end}", video.join(around or [begin, end]))
 
 
 def _rope(settings: dict[str, Any]) -> dict[str, Any]:
@@ -311,7 +316,7 @@ def _kimi_k25() -> _Parts:
         tie_word_embeddings=False,
     )  # fmt: skip
     images = transformers.Kimi_K25ImageProcessor(patch_size=8, max_patches=64)
-    return _made("kimi_k25", config, images, tokenizer, "<|media_begin|><|media_pad|>")
+    return _made("kimi_k25", config, images, tokenizer, "<|media_begin|><|media_pad|>", "<|video|>")
 
 
 def _llava_onevision() -> _Parts:
@@ -555,6 +560,25 @@ MAKERS: dict[str, Callable[[], _Parts]] = {
     "vipllava": _vipllava,
 }
 
+_GRID = {"patch_size": 8, "merge_size": 2, "temporal_patch_size": 2, "fps": 4}
+VIDEOS: dict[str, Callable[[], Any]] = {
+    "glm4v": lambda: transformers.Glm4vVideoProcessor(**_GRID, size={"shortest_edge": 512, "longest_edge": 8192}),
+    "glm46v": lambda: transformers.Glm46VVideoProcessor(**_GRID, size={"shortest_edge": 512, "longest_edge": 8192}),
+    "internvl": lambda: transformers.InternVLVideoProcessor(size=_size(32, 32), num_frames=3),
+    "kimi_k25": lambda: transformers.Kimi_K25VideoProcessor(patch_size=8, max_patches=64),
+    "qwen2_vl": lambda: transformers.Qwen2VLVideoProcessor(**_GRID, size={"shortest_edge": 256, "longest_edge": 4096}),
+    "qwen3_vl": lambda: transformers.Qwen3VLVideoProcessor(**_GRID, size={"shortest_edge": 512, "longest_edge": 8192}),
+    "smolvlm": lambda: transformers.SmolVLMVideoProcessor(
+        max_image_size={"longest_edge": 32}, size={"longest_edge": 32},
+        video_sampling={"max_frames": 3, "fps": 4, "video_size": {"longest_edge": 32}},
+    ),
+}  # fmt: skip
+"""Processors of videos, by types of models. They need torchvision."""
+
+VIDEOS |= dict.fromkeys(["exaone4_5", "qwen2_5_vl"], VIDEOS["qwen2_vl"])
+VIDEOS |= dict.fromkeys(["qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"], VIDEOS["qwen3_vl"])
+VIDEOS |= {"glm4v_moe": VIDEOS["glm4v"], "glm_ocr": VIDEOS["glm46v"]}
+
 PACKAGES = {
     **{kind: ["torchvision"] for kind in ("cohere2_vision", "kimi_k25", "lfm2_vl", "mistral3")},
     **{kind: ["timm", "torchvision"] for kind in ("fast_vlm", "perception_lm")},
@@ -587,16 +611,47 @@ def picture(seed: int, height: int, width: int) -> str:
     return b64encode(file.getvalue()).decode()
 
 
+FPS = 10.0
+"""Frames of a clip that are shown in a second."""
+
+
+def frames(seed: int, count: int, height: int = 40, width: int = 56) -> Any:
+    """Random pixels."""
+    return np.random.default_rng(seed).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
+
+
+def animation(pixels: Any, kind: str = "PNG", **options: Any) -> bytes:
+    """A file of frames."""
+    first, *others = map(Image.fromarray, pixels)
+    file = BytesIO()
+    first.save(file, kind, save_all=True, append_images=others, **{"duration": 1000 / FPS, **options})
+    return file.getvalue()
+
+
+def clip(seed: int, count: int, height: int = 40, width: int = 56) -> str:
+    """A video of random pixels as base64."""
+    return b64encode(animation(frames(seed, count, height, width))).decode()
+
+
 def message(role: str, *parts: str) -> dict[str, Any]:
-    """A message of texts and pictures, of which only pictures are as long."""
-    given = [{"type": "image", "base64": one} if len(one) > 100 else {"type": "text", "text": one} for one in parts]
-    return {"role": role, "content": given}
+    """A message of texts, pictures and clips, of which texts are shorter."""
+
+    def part(given: str) -> dict[str, Any]:
+        if len(given) <= 100:
+            return {"type": "text", "text": given}
+        return {"type": "video" if b"acTL" in b64decode(given) else "image", "base64": given}
+
+    return {"role": role, "content": [*map(part, parts)]}
+
+
+KINDS = ("image", "video")
 
 
 class Reference:
     """A model by transformers alone, from its folder."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._network = transformers.AutoModelForImageTextToText.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         )
@@ -620,10 +675,20 @@ class Reference:
         return float(found.gather(1, asked[-count:, None]).sum())
 
     def _inputs(self, messages: Sequence[dict[str, Any]], answer: str) -> Any:
-        files = [part["base64"] for one in messages for part in one["content"] if part["type"] == "image"]
+        parts = [part for one in messages for part in one["content"] if part["type"] != "text"]
+        files = {kind: [BytesIO(b64decode(one["base64"])) for one in parts if one["type"] == kind] for kind in KINDS}
         text = self._processor.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        images = [Image.open(BytesIO(b64decode(file))) for file in files]
-        processor = self._processor if files else self._processor.tokenizer
-        nested = images if hasattr(processor, "multi_page") else [images]
-        given = {"return_tensors": "pt", "add_special_tokens": False}
-        return processor(text=[text + answer], **({"images": nested} if files else {}), **given)
+        given: dict[str, Any] = {"return_tensors": "pt", "add_special_tokens": False}
+        if files["image"]:
+            images = [Image.open(file) for file in files["image"]]
+            given["images"] = images if hasattr(self._processor, "multi_page") else [images]
+        if files["video"]:
+            if getattr(self._processor, "video_processor", None) is None:
+                self._processor.video_processor = transformers.AutoVideoProcessor.from_pretrained(self._folder)
+            videos = [
+                [np.array(one.convert("RGB")) for one in iter_frames(Image.open(file))] for file in files["video"]
+            ]
+            about = [{"total_num_frames": len(one), "fps": FPS, "duration": len(one) / FPS} for one in videos]
+            given |= {"videos": [np.stack(one) for one in videos], "video_metadata": about, "do_sample_frames": True}
+        processor = self._processor if parts else self._processor.tokenizer
+        return processor(text=[text + answer], **given)

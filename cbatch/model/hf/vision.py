@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from threading import Lock
 from typing import Any, Literal, NamedTuple
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from cbatch.base.errors import ModelError, RequestError, first_sentence, invalid_row
 from cbatch.base.model_files import model_folder
-from cbatch.media.pictures import NO_IMAGES
+from cbatch.media.decoding import decode_video
+from cbatch.media.pictures import NO_IMAGES, Video
 from cbatch.model.config import read_model_config
 from cbatch.model.config_classes import levels
 from cbatch.text.loading import silence_libraries
@@ -42,11 +43,13 @@ class ProcessedImage(NamedTuple):
     text:     what stands for it in a prompt, in place of the processor's token
     num_rows: how many of the tokens of that are placeholders, which the rows of its features replace
     inputs:   of the network, for that text
+    kind:     as a chat template has it
     """
 
     text: str
     num_rows: int
     inputs: dict[str, Tensor]
+    kind: Literal["image", "video"] = "image"
 
     @property
     def nbytes(self) -> int:
@@ -58,9 +61,9 @@ class Vision:
 
     def __init__(self, source: str, revision: str | None, device: torch.device, dtype: torch.dtype) -> None:
         self._source, self._revision, self._device, self._dtype = source, revision, device, dtype
-        self._lock, self._refused = Lock(), ""
-        self._checked = set[int]()
-        """Numbers of rows of images for which the network's call of its language model was found in order."""
+        self._lock, self._refused = Lock(), dict[str, str]()
+        self._checked = set[tuple[str, int]]()
+        """Kinds and numbers of rows of images for which the network's call of its language model was found in order."""
 
     @cached_property
     def _config(self) -> Any:
@@ -74,22 +77,30 @@ class Vision:
         kind = processor_class(self._config.model_type)
         return kind.from_pretrained(self._source, revision=self._revision, trust_remote_code=False)
 
-    @property
-    def marker(self) -> str:
-        """The token that a chat template writes for an image. Raises RequestError if the model takes none after all."""
-        if self._refused:
-            raise invalid_row(self._refused)
+    def marker(self, kind: Literal["image", "video"]) -> str:
+        """The token that a chat template writes for one. Raises RequestError if the model takes none after all."""
+        from transformers import AutoVideoProcessor
+
+        if kind in self._refused:
+            raise invalid_row(self._refused[kind])
         try:
-            return str(getattr(self._processor, "image_placeholder_token", None) or self._processor.image_token)
+            processor, given = self._processor, {"revision": self._revision, "trust_remote_code": False}
+            token = getattr(processor, f"{kind}_placeholder_token", None) or getattr(processor, f"{kind}_token", None)
+            if kind == "video" and token is not None and getattr(processor, "video_processor", None) is None:
+                processor.video_processor = AutoVideoProcessor.from_pretrained(self._source, **given)
         except Exception as error:  # what is missing is named by errors of many kinds
             packages = [one for one in ("num2words", "torchvision") if one in str(error).lower() and not find_spec(one)]
             reason = f"it needs the package {packages[0]}." if packages else first_sentence(error)
-            raise invalid_row(f"the model's processor of images cannot be loaded: {reason}") from error
+            raise invalid_row(f"the model's processor of {kind}s cannot be loaded: {reason}") from error
+        if token is None:
+            raise invalid_row(f"this model takes no {kind}s")
+        return str(token)
 
     @cached_property
     def placeholders(self) -> frozenset[int]:
-        """The tokens that the rows of an image's features replace."""
-        return frozenset([self._config.image_token_id, *getattr(self._config, "visual_indicator_token_ids", ())])
+        """The tokens that the rows of the features of images or videos replace."""
+        others = *getattr(self._config, "visual_indicator_token_ids", ()), getattr(self._config, "video_token_id", None)
+        return frozenset([self._config.image_token_id, *others]) - {None}
 
     @property
     def two_way(self) -> Literal["all", "windows"] | None:
@@ -106,7 +117,7 @@ class Vision:
 
         Raises RequestError if the text of an image depends on what stands around it.
         """
-        one, two = (self._process([_BLANK] * count, around=_MARK) for count in (1, 2))
+        one, two = (self._process_images([_BLANK] * count, around=_MARK) for count in (1, 2))
         (before, own, *after), (start, both, *end) = one.text.split(_MARK), two.text.split(_MARK)
         half = both[: len(both) // 2]
         if after != [""] or end != [""] or start != before or both != half * 2:
@@ -121,33 +132,55 @@ class Vision:
         is_alone: whether it is the only one of its conversation
         """
         before, other = self.context
-        made = self._process([pixels] if is_alone or other is None else [pixels, _BLANK])
+        made = self._process_images([pixels] if is_alone or other is None else [pixels, _BLANK])
         text, rows = ("", 0) if is_alone or other is None else (other.text, other.num_rows)
         return made._replace(text=made.text.removeprefix(before).removesuffix(text), num_rows=made.num_rows - rows)
 
-    def _process(self, pixels: Sequence[NDArray[np.uint8]], around: str = "") -> ProcessedImage:
+    def _process_images(self, pixels: Sequence[NDArray[np.uint8]], around: str = "") -> ProcessedImage:
         from PIL import Image
 
-        text, given = around + len(pixels) * self.marker + around, [*map(Image.fromarray, pixels)]
+        text, images = around + len(pixels) * self.marker("image") + around, [*map(Image.fromarray, pixels)]
+        # A nested list would be pages of one image there.
+        return self._process("image", text, images=images if hasattr(self._processor, "multi_page") else [images])
+
+    def process_video(self, video: Video) -> ProcessedImage:
+        """A video as the model takes it, of the frames that its processor chooses. May be called by any thread."""
+        from transformers.video_utils import VideoMetadata
+
+        text, processor = self.marker("video"), self._processor.video_processor
+        settings = {name: getattr(processor, name, None) for name in processor.valid_kwargs.__annotations__}
+        if not (settings.get("fps") or settings.get("num_frames")):
+            settings["fps"] = 2  # as the code beside Qwen's models does
+        sample = partial(processor.sample_frames, **settings)
+        frames, about = decode_video(video, lambda about: sample(metadata=VideoMetadata(**about)))
+        metadata = [VideoMetadata(**about)]
+        return self._process("video", text, videos=[frames], video_metadata=metadata, do_sample_frames=False)
+
+    def _process(self, kind: Literal["image", "video"], text: str, **given: Any) -> ProcessedImage:
         with self._lock:
             recorder = _Recorder(self._processor.tokenizer)
             self._processor.tokenizer = recorder
             try:
-                of_prompts = given if hasattr(self._processor, "multi_page") else [given]  # else pages of one image
-                made = self._processor(text=[text], images=of_prompts, add_special_tokens=False, return_tensors="pt")
+                made = self._processor(text=[text], add_special_tokens=False, return_tensors="pt", **given)
             finally:
                 self._processor.tokenizer = recorder.tokenizer
         inputs = {name: one for name, one in made.items() if isinstance(one, Tensor)}
-        return ProcessedImage(recorder.text, int(self._is_placeholder(made["input_ids"][0]).sum()), inputs)
+        is_placeholder = self._is_placeholder(inputs["input_ids"])
+        if kind == "video" and "mm_token_type_ids" in inputs:  # which some tell by tokens around the marker
+            inputs["mm_token_type_ids"] = 2 * is_placeholder.int()
+        return ProcessedImage(recorder.text, int(is_placeholder.sum()), inputs, kind)
 
     def positions(self, token_ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.int64] | None:
         """[3, P] of a prompt's tokens, in time, rows and columns; None if the model only counts them."""
         if not hasattr(self._skeleton, "get_rope_index"):
             return None
         ids = torch.tensor([token_ids])
-        grids = torch.cat([image.inputs["image_grid_thw"] for image in images])
         types = self._is_placeholder(ids).int()
-        given = {"image_grid_thw": grids, "mm_token_type_ids": types, "attention_mask": torch.ones_like(ids)}
+        types[types == 1] = torch.cat([torch.full([one.num_rows], 1 + (one.kind == "video")).int() for one in images])
+        given = {"mm_token_type_ids": types, "attention_mask": torch.ones_like(ids)}
+        for name in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts"):
+            if grids := [image.inputs[name] for image in images if name in image.inputs]:
+                given[name] = torch.cat(grids)
         known = inspect.signature(self._skeleton.get_rope_index).parameters
         found, _ = self._skeleton.get_rope_index(ids, **{name: one for name, one in given.items() if name in known})
         return np.asarray(found[-3:, 0].numpy(), np.int64)
@@ -170,9 +203,9 @@ class Vision:
         """
         first = images[0]
         called = self._call(images)
-        if first.num_rows not in self._checked and (problem := self._problem(first, called)):
-            raise self._unsupported(problem)
-        self._checked.add(first.num_rows)
+        if (first.kind, first.num_rows) not in self._checked and (problem := self._problem(first, called)):
+            raise self._unsupported(problem, first.kind)
+        self._checked.add((first.kind, first.num_rows))
         is_placeholder = self._is_placeholder(torch.cat([image.inputs["input_ids"] for image in images]))
         own = called["inputs_embeds"][is_placeholder.to(self._device)]
         rows = torch.cat([own, *(called.get("deepstack_visual_embeds") or ())], -1)
@@ -198,9 +231,9 @@ class Vision:
     def _is_placeholder(self, token_ids: Tensor) -> Tensor:
         return torch.isin(token_ids, torch.tensor([*self.placeholders]))
 
-    def _unsupported(self, problem: str) -> RequestError:
-        self._refused = f"images of models of the type {self._config.model_type} are not supported: {problem}"
-        return invalid_row(self._refused)
+    def _unsupported(self, problem: str, kind: str = "image") -> RequestError:
+        self._refused[kind] = f"{kind}s of models of the type {self._config.model_type} are not supported: {problem}"
+        return invalid_row(self._refused[kind])
 
     def _problem(self, image: ProcessedImage, called: dict[str, Any]) -> str:
         """Says what of a call of the language model the engine would not do; empty if all is well."""
