@@ -269,7 +269,7 @@ def conversation(engine: Engine, messages: Sequence[Message]) -> Request:
     fill_row(made, {"messages": [*messages]})
     engine.core.input_processor(RequestDefaults(media_root="/")).take_pictures(made)
     parts = chain.from_iterable(one["content"] for one in messages if isinstance(one["content"], list))
-    digests = (part["digest"] for part in parts if part["type"] == "image")
+    digests = (part["digest"] for part in parts if part["type"] != "text")
     for picture, digest in zip(made.pictures, digests, strict=True):
         if picture.digest() != digest:
             raise picture.invalid("has changed since it was attached; once it is back, /retry asks again")

@@ -14,12 +14,16 @@ from urllib.parse import unquote
 from cbatch.base.units import format_bytes
 from cbatch.cli.chat.session.files import as_path, is_file, read_text
 from cbatch.cli.chat.session.session import Attachment
-from cbatch.media.pictures import Picture
+from cbatch.media.pictures import Picture, Video
 
 PICTURE = re.compile(
-    rb"\x89PNG\r\n|\xff\xd8\xff|GIF8[79]a|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*|.{4}ftyp|P[56]\s\d+\s\d+\s", re.DOTALL
+    rb"\x89PNG\r\n|\xff\xd8\xff|GIF8[79]a|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*|.{4}ftyp|P[56]\s\d+\s\d+\s"
+    rb"|\x1aE\xdf\xa3|RIFF.{4}AVI ",
+    re.DOTALL,
 )
-"""How files of pictures begin, also those of kinds that cannot be decoded, which is said then."""
+"""How files of pictures and videos begin, also those of kinds that cannot be decoded, which is said then."""
+
+_VIDEO = re.compile(rb"\x1aE\xdf\xa3|RIFF.{4}AVI |.{4}ftyp(?!avi|hei|mif|msf)", re.DOTALL)
 
 _NAME = re.compile(r"""\s*(?:'([^']*)'|"([^"]*)"|((?:\\.|[^\s\\])+))(?=\s|$)""")
 
@@ -51,14 +55,17 @@ def _is_picture(name: str) -> bool:
 
 
 def read_attachment(path: Path) -> Attachment:
-    """A picture, or a text. Raises UserError or RequestError if it is neither, and ConfigError without Pillow."""
+    """A picture, a video or a text. Raises UserError or RequestError if it is none, and ConfigError without Pillow."""
     if not _is_picture(str(path)):
         return Attachment(str(path), read_text(path))
     from cbatch.media.decoding import size_of
 
     picture, name = Picture(path.resolve(), str(path)), os.path.abspath(path)  # noqa: PTH100  (a link keeps its name)
+    size, video = format_bytes(path.stat().st_size), Video(picture.source, picture.name)
+    if _VIDEO.match(picture.read()):
+        return Attachment(name, f"video, {size}", digest=video.digest(), kind=video.kind)
     digest, (width, height) = picture.digest(), size_of(picture)
-    return Attachment(name, f"{width:,} × {height:,}, {format_bytes(path.stat().st_size)}", digest=digest)
+    return Attachment(name, f"{width:,} × {height:,}, {size}", digest=digest)
 
 
 def graphics_of(environment: Mapping[str, str]) -> str:

@@ -210,7 +210,7 @@ class Terminal(FrontEnd):
 
     def attach(self, session: Session, file: Attachment) -> None:
         super().attach(session, file)
-        if file.digest and self._graphics:
+        if file.digest and file.kind == "image" and self._graphics:
             client = self.controller.client_of(session)
             draw = partial(thumbnail, file, self._graphics)
             client.compute(lambda engine: draw(), lambda made: setattr(self, "_thumbnail", (file, made)))

@@ -128,6 +128,29 @@ def test_what_the_model_gets(harness: ChatHarness, tmp_path: Path) -> None:
     assert f"![2 b.png]({second.as_uri()})\n\nWhat is this?" in to_markdown(controller.current, "m")
 
 
+@pytest.mark.parametrize("start", [b"\0\0\0 ftypisom", b"\x1aE\xdf\xa3", b"RIFF1234AVI "])
+def test_videos_are_attached_as_such(start: bytes, harness: ChatHarness, tmp_path: Path) -> None:
+    """Guards videos against being sent as pictures, or as text; a model that takes none says so."""
+    controller = harness.make(params={"max_tokens": 3})
+    chat, path = front_end(controller, tmp_path), tmp_path / "clip.bin"
+    path.write_bytes(start + bytes(100))
+    execute_line(chat, f"{path} What happens?")
+    harness.settle(controller)
+    (turn,) = controller.current.turns
+    assert turn.attachments[0].text.startswith("video, ")
+    assert [part["type"] for part in turn.user_message()["content"]] == ["video", "text"]
+    assert reply_of(controller.current).error == "this model takes no videos"
+    file = tmp_path / "s.json"
+    file.write_text(json.dumps(to_json(controller.current)))
+    (saved,) = read_session(file).turns
+    assert saved.user_message() == turn.user_message()
+    path.write_bytes(start)
+    controller.retry(controller.current, [Variant()])
+    harness.settle(controller)
+    assert "video 1 of message 1" in reply_of(controller.current).error
+    assert "has changed since it was attached" in reply_of(controller.current).error
+
+
 def test_a_picture_that_is_gone_or_has_changed(harness: ChatHarness, tmp_path: Path) -> None:
     """Guards saved sessions: the next turn says what has become of a picture, loses nothing, and /retry goes on."""
     controller = harness.make(params={"max_tokens": 3})

@@ -34,7 +34,8 @@ class Attachment:
     """A file before a message, or a paste, whose name stands for it in the message: `[pasted 1: 40 lines]`.
 
     text:       that of the file; of a picture, its size in words
-    digest:     of the bytes of a picture, whose name is an absolute path; else empty
+    digest:     of the bytes of a picture or video, whose name is an absolute path; else empty
+    kind:       `image` or `video`, if it has a digest
     num_tokens: None until the model's tokenizer is there
     """
 
@@ -42,6 +43,7 @@ class Attachment:
     text: str
     is_paste: bool = False
     digest: str = ""
+    kind: str = "image"
     num_tokens: int | None = None
 
     @property
@@ -279,7 +281,7 @@ class Turn:
 
     def user_message(self) -> Message:
         """The message that the model is shown: if there are pictures, its parts as a row has them, these first."""
-        parts = [{"type": "image", "path": one.name, "digest": one.digest} for one in self.attachments if one.digest]
+        parts = [{"type": one.kind, "path": one.name, "digest": one.digest} for one in self.attachments if one.digest]
         text = [{"type": "text", "text": self.message}] if self.message else []
         return {"role": "user", "content": [*parts, *text] if parts else self.message}
 

@@ -45,7 +45,7 @@ def _keys(names: str, **renamed: str) -> dict[str, str]:
 
 
 SAVED: dict[type, dict[str, str]] = {
-    Attachment: _keys("name text is_paste digest"),
+    Attachment: _keys("name text is_paste digest kind"),
     ToolUse: _keys("name arguments result"),
     ToolRound: _keys("text", uses="calls"),
     Reply: _keys("text reasoning raw seed params error code remark rounds label model prompt_tokens num_tokens state"),
