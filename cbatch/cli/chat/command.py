@@ -175,6 +175,7 @@ def _run_in_pipe(options: ChatOptions) -> Literal[0, 1]:
     from cbatch.cli.chat.lines import Pipe
     from cbatch.cli.chat.pictures import PICTURE
     from cbatch.cli.chat.session.store import SessionStore
+    from cbatch.media.pictures import MAX_BYTES
 
     if options.replicas.are_given:
         raise UserError("--replicas and --ray are for /run, which needs a terminal; cbatch run takes them, too.")
@@ -188,7 +189,7 @@ def _run_in_pipe(options: ChatOptions) -> Literal[0, 1]:
         document = b"" if is_terminal else sys.stdin.buffer.read(MAX_LINE_BYTES + 1)
         if PICTURE.match(document) and not (options.continued or options.load):  # a saved session could not keep it
             file = click.get_current_context().with_resource(tempfile.NamedTemporaryFile(prefix="cbatch-"))  # noqa: SIM115
-            file.write(document)
+            file.write(document + sys.stdin.buffer.read(MAX_BYTES))
             file.flush()
             options, document = replace(options, attach=(*options.attach, file.name)), b""
         if not (question or options.attach or document.removeprefix(BOM).strip(b"\r\n")):

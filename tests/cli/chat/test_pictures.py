@@ -18,6 +18,7 @@ from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import RequestError
 from cbatch.base.request import Request, RequestDefaults
+from cbatch.batch.lines import MAX_LINE_BYTES
 from cbatch.cli.chat.commands.registry import FrontEnd, execute_line
 from cbatch.cli.chat.controller import ChatController, Variant
 from cbatch.cli.chat.pictures import graphics_of, leading_pictures, read_attachment, thumbnail
@@ -245,8 +246,10 @@ def test_a_picture_on_the_screen(runs: ForkServer, folder: Path, tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_question_about_a_picture(runs: ForkServer, folder: Path, tmp_path: Path) -> None:
-    """Guards `cbatch chat --attach FILE QUESTION`, and the picture on stdin, which gives the same reply."""
-    path, options = save_picture(tmp_path / "cat.png"), ["-m", folder, "--json", "--max-tokens", 4, "--temperature", 0]
+    """Guards `cbatch chat --attach FILE QUESTION`, and the picture on stdin, however large: the same reply."""
+    path, options = tmp_path / "cat.bmp", ["-m", folder, "--json", "--max-tokens", 4, "--temperature", 0]
+    Image.open(save_picture(tmp_path / "cat.png")).resize((2600, 2200)).save(path)
+    assert path.stat().st_size > MAX_LINE_BYTES
     found: list[dict[str, Any]] = []
     for number, (stdin, more) in enumerate([("/dev/null", ["--attach", path]), (path, []), ("/dev/null", [])]):
         out = tmp_path / f"out{number}"
