@@ -145,9 +145,16 @@ ColumnTemplate = PromptTemplate | JinjaTemplate
 
 def carried(columns: dict[str, Any], template: object) -> dict[str, Any]:
     """The columns of a row, as results repeat them: without the bytes of images."""
-    images = {name: columns.get(name) for name in template.images} if isinstance(template, PromptTemplate) else {}
-    columns = columns | {name: None for name, value in images.items() if is_base64(value)}
-    return columns | {name: {**value, "bytes": None} for name, value in images.items() if isinstance(value, dict)}
+    names = {"images", *(template.images if isinstance(template, PromptTemplate) else ())}
+    return columns | {name: _without_bytes(columns[name]) for name in names & columns.keys()}
+
+
+def _without_bytes(value: Any) -> Any:
+    if isinstance(value, list):
+        return [*map(_without_bytes, value)]
+    if isinstance(value, dict) and "bytes" in value:
+        return {**value, "bytes": None}
+    return None if is_base64(value) else value
 
 
 def _printed(value: Any) -> Any:

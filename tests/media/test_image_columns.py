@@ -67,6 +67,23 @@ def test_rows_of_parquet(name: str, tmp_path: Path) -> None:
     assert prepared(line, tmp_path).extra == {"q": "What", "photo": kept, "other": kept}
 
 
+@pytest.mark.parametrize("name", ["base64", "datasets", "path"])
+def test_columns_prompt_and_images(name: str, tmp_path: Path) -> None:
+    """Guards data sets with a list of images beside each prompt, without a template: results have no bytes of them."""
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    import pyarrow
+
+    cell, kept = CELLS[name]
+    file = io.BytesIO()
+    parquet.write_table(pyarrow.table({"prompt": ["What"], "images": [[cell, cell]]}), file)
+    file.seek(0)
+    (line,) = RowInput(file, "in", "parquet").lines()
+    (tmp_path / "a.png").write_bytes(DATA)
+    row = inputs(tmp_path).request(parse_line(line, RowOptions(has_columns=True, unit="row")))
+    assert [picture.read() for picture in row.pictures] == [DATA, DATA]
+    assert row.extra == {"prompt": "What", "images": [kept, kept]}
+
+
 def test_rows_of_csv_and_of_lines(tmp_path: Path) -> None:
     """Guards tables of text, whose images are paths or base64."""
     (line,) = RowInput(
