@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,6 @@ from cbatch.text.loading import silence_libraries
 _log = logging.getLogger("cbatch")
 
 
-_GEMMA_TOKENS = {
-    "image_token": "<image_soft_token> <unused0>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"
-}  # fmt: skip
-_QWEN_TOKENS = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
 _SIGLIP = {
     ".patch_embd": ".embeddings.patch_embedding", ".position_embd": ".embeddings.position_embedding",
     ".blk.": ".encoder.layers.", ".ln": ".layer_norm", ".post_ln": ".post_layernorm",
@@ -43,28 +39,28 @@ _QWEN = {
     "weight.1": "weight", ".blk.": ".blocks.", ".ln": ".norm", ".post_ln": ".merger.ln_q", ".attn_out": ".attn.proj",
     ".attn_qkv": ".attn.qkv", ".attn_q": ".attn.qkv", ".attn_k": ".attn.qkv", ".attn_v": ".attn.qkv",
 }  # fmt: skip
-PROJECTORS: dict[str, tuple[str, Mapping[str, str], Mapping[str, str]]] = {
-    "gemma3": ("gemma3", _GEMMA_TOKENS, {
+PROJECTORS: dict[str, tuple[str, str, dict[str, str]]] = {
+    "gemma3": ("gemma3", "<image_soft_token> <unused0>", {
         ".v.": ".model.vision_tower.", ".mm.": ".model.multi_modal_projector.mm_",
         "projection.weight": "projection_weight", **_SIGLIP}),
-    "idefics3": ("idefics3", {"image_token": "<image>"}, {
+    "idefics3": ("idefics3", "<image>", {
         ".v.": ".model.vision_model.", ".mm.model.fc": ".model.connector.modality_projection.proj", **_SIGLIP}),
-    "qwen2vl_merger": ("qwen2_vl", _QWEN_TOKENS, {**_QWEN, ".ffn_up": ".mlp.fc1", ".ffn_down": ".mlp.fc2"}),
-    "qwen2.5vl_merger": ("qwen2_5_vl", _QWEN_TOKENS, {
+    "qwen2vl_merger": ("qwen2_vl", "<|image_pad|>", {**_QWEN, ".ffn_up": ".mlp.fc1", ".ffn_down": ".mlp.fc2"}),
+    "qwen2.5vl_merger": ("qwen2_5_vl", "<|image_pad|>", {
         **_QWEN, ".ffn_up": ".mlp.up_proj", ".ffn_down": ".mlp.down_proj", ".ffn_gate": ".mlp.gate_proj"}),
-    "qwen3vl_merger": ("qwen3_vl", _QWEN_TOKENS, {
+    "qwen3vl_merger": ("qwen3_vl", "<|image_pad|>", {
         ".mm.0": ".model.visual.merger.linear_fc1", ".mm.2": ".model.visual.merger.linear_fc2", **_QWEN,
         ".post_ln": ".merger.norm", ".position_embd": ".pos_embed", ".fc": ".linear_fc", ".ffn_up": ".mlp.linear_fc1",
         ".ffn_down": ".mlp.linear_fc2"}),
 }  # fmt: skip
-"""By `clip.projector_type`: the type of the model in transformers; special tokens by the processor's names for them, of
-several the first that the model has; and what parts of tensors' names are in the network, replaced in this order."""
+"""By `clip.projector_type`: the type of the model in transformers, its token for an image (of several the first that
+there is), and what parts of tensors' names are in the network, in the order in which they are replaced."""
 
 
 def _settings(kind: str, data: Metadata, width: int) -> tuple[Config, Config, Config]:
-    """Of a model, of its image processor, and of the processor around that. width: of the language model
+    """Of a model, of its image processor, and of the processor around that. Raises InvalidFile if tensors do not fit.
 
-    Raises InvalidFile for other sizes than those of the tensors.
+    width: of the language model
     """
     names, is_qwen = ("embedding_length", "block_count", "patch_size", "image_size"), kind.startswith("qwen")
     hidden, layers, patch, side = (data.whole(f"vision.{name}") for name in names)
@@ -122,34 +118,33 @@ class GgufVision(Vision):
         up = data.shape("v.blk.0.ffn_up.weight")
         if up[0] == data.whole("vision.embedding_length") != up[-1]:  # in older files
             self._names |= {".ffn_up": names[".ffn_down"], ".ffn_down": names[".ffn_up"]}
-        if model.tokenizer is None:
-            raise data.refused("is of a model that has a tokenizer")
-        self._tokenizer, number = model.tokenizer.backend.tokenizer, model.tokenizer.backend.token_to_id
-        known = {key: [one for one in some.split() if number(one) is not None] for key, some in tokens.items()}
-        if lacking := [tokens[key] for key, some in known.items() if not some]:
-            raise data.refused(f"is of a model that has the token {lacking[0]}")
-        self._tokens = {key: some[0] for key, some in known.items()}
-        self._image_id = number(self._tokens["image_token"])
+        backend: Any = None if model.tokenizer is None else model.tokenizer.backend
+        known = [one for one in tokens.split() if backend is not None and backend.token_to_id(one) is not None]
+        if not known:
+            raise data.refused(f"is of a model that has the token {tokens}")
+        self._tokenizer, self._image, number = backend.tokenizer, known[0], backend.token_to_id(known[0])
         sizes = "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"
-        self._text = {name: text[name] for name in sizes}
+        self._settings[0].update(text_config={name: text[name] for name in sizes}, image_token_id=number)
 
     @cached_property
     def _config(self) -> Any:
         from transformers import AutoConfig
 
-        given = {"text_config": self._text, "image_token_id": self._image_id}
-        return AutoConfig.for_model(self._kind, **self._settings[0], **given)
+        return AutoConfig.for_model(self._kind, **self._settings[0])
 
     @cached_property
     def _processor(self) -> Any:
         import transformers
 
         silence_libraries()
-        of_images = {"gemma3": "Gemma3", "idefics3": "Idefics3"}.get(self._kind, "Qwen2VL") + "ImageProcessor"
+        images = {"gemma3": "Gemma3", "idefics3": "Idefics3"}.get(self._kind, "Qwen2VL")
+        named = {"image_token": self._image}
+        if self._kind == "gemma3":
+            named |= {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
         spread = {name: self._data.own_numbers(f"clip.vision.{name}", 3) for name in ("image_mean", "image_std")}
-        given = {"tokenizer_object": self._tokenizer, "extra_special_tokens": self._tokens}
+        given = {"tokenizer_object": self._tokenizer, "extra_special_tokens": named}
         return processor_class(self._kind)(
-            image_processor=getattr(transformers, of_images)(**self._settings[1], **spread),
+            image_processor=getattr(transformers, f"{images}ImageProcessor")(**self._settings[1], **spread),
             tokenizer=transformers.PreTrainedTokenizerFast(**given), **self._settings[2],
         )  # fmt: skip
 
