@@ -43,7 +43,12 @@ class Pipe:
         Raises what kept the engine from opening, EngineError, ReaderGone and RunFailed.
         """
         with without_library_output():
-            self._open()
+            opened: list[BaseException | None] = []
+            self._controller.client.start(self._callbacks.put, opened.append)
+            while not opened:
+                self._callbacks.get()()
+            if opened[0] is not None:
+                raise opened[0]
         num_failures = 0
         for index, line in enumerate(messages):
             where = "stdin" if is_document else f"line {line.index + 1}"
@@ -62,15 +67,6 @@ class Pipe:
                 num_failures += 1
                 notice(problem)
         return not num_failures
-
-    def _open(self) -> None:
-        """Loads the engine. Raises what keeps it from opening."""
-        opened: list[BaseException | None] = []
-        self._controller.client.start(self._callbacks.put, opened.append)
-        while not opened:
-            self._callbacks.get()()
-        if opened[0] is not None:
-            raise opened[0]
 
     def _fitted(self, text: str, question: str) -> str:
         """As much of a document as fits; says what is left out."""

@@ -127,7 +127,7 @@ class Terminal(FrontEnd):
         self._thumbnail: tuple[Attachment | None, str] = None, ""
         self._drawn = ""
         self._app: Application[None]
-        self._view = TranscriptView(controller)
+        self.screen = TranscriptView(controller)
         self._search = SearchToolbar()
         self._line = TextArea(
             wrap_lines=True,
@@ -186,14 +186,6 @@ class Terminal(FrontEnd):
             raise UserError("That is too long for the clipboard of most terminals; /export FILE.md writes a file.")
         self._app.output.write_raw(f"\x1b]52;c;{data.decode()}\x07")
         self._app.output.flush()
-
-    @property
-    def columns(self) -> int:
-        return self._app.output.get_size().columns
-
-    @property
-    def screen(self) -> TranscriptView:
-        return self._view
 
     def open_editor(self, text: str, then: Callable[[str], None]) -> None:
         async def run() -> None:
@@ -264,7 +256,7 @@ class Terminal(FrontEnd):
         )
         bar = FormattedTextControl(lambda: [*status_bar(self.controller, self.stats, self.background, self.columns)])
         rows: list[AnyContainer] = [
-            Window(self._view, wrap_lines=False),
+            Window(self.screen, wrap_lines=False),
             Window(bar, height=1, style="class:bar"),
             ConditionalContainer(attached, Condition(lambda: bool(self._attached()))),
             self._line,
@@ -281,7 +273,7 @@ class Terminal(FrontEnd):
 
     def _make_key_bindings(self) -> KeyBindings:
         """The chat's own keys, which go before those of an Emacs-like or vi-like line editor."""
-        controller, line, view = self.controller, self._line, self._view
+        controller, line, view = self.controller, self._line, self.screen
         bindings = KeyBindings()
 
         def bind(keys: str, action: Callable[[], object], when: Filter | bool = True) -> None:
@@ -378,23 +370,23 @@ class Terminal(FrontEnd):
         if (turn := self._undecided) is not None:
             first, count = turn.first_compared, len(turn.replies) - turn.first_compared
             turn.chosen = first + (turn.chosen - first + offset) % count
-            self._view.follows_chosen = True
+            self.screen.follows_chosen = True
 
     def _pick(self, number: int | None = None) -> None:
         """Keeps the reply with a number, or the one that stands out."""
         if (turn := self._undecided) is not None:
             self.controller.pick(self.session, turn.chosen if number is None else number)
             self.session.clear_passing_notices()  # they say how to pick
-            self._view.go_to(None)
+            self.screen.go_to(None)
 
     def _on_escape(self) -> None:
         """Closes what is open, else stops the reply, else takes notices away."""
         if self._line.buffer.complete_state is not None:
             self._line.buffer.cancel_completion()
-        elif self._view.searched:
-            self._view.end_search()
-        elif self._view.compared:
-            self._view.compared = []
+        elif self.screen.searched:
+            self.screen.end_search()
+        elif self.screen.compared:
+            self.screen.compared = []
         elif self.stop_shell():
             pass
         elif not self.controller.stop(self.session):
@@ -425,18 +417,18 @@ class Terminal(FrontEnd):
             buffer.history.append_string(self.session.unfold(buffer.text))
         get_app().vi_state.reset()  # each line begins in the insert mode
         self._clear_input()  # first, because what is sent may put something else here
-        self._view.go_to(None)
+        self.screen.go_to(None)
         if not text:
             return
         self._has_asked_to_leave = False
-        for session in {self.session, *self._view.compared}:
+        for session in {self.session, *self.screen.compared}:
             session.clear_passing_notices()
         if not text.startswith("/find"):
-            self._view.end_search()
+            self.screen.end_search()
         with self._showing_errors():
             try:
                 execute_line(self, text)
-                self._view.begin_answer()
+                self.screen.begin_answer()
             except CbatchError:
                 if is_message(text):
                     self.set_input(text)
@@ -531,7 +523,7 @@ class Terminal(FrontEnd):
     def _before_render(self) -> None:
         self.stats.tick()
         self._tell_outside()
-        for session in self._view.compared:
+        for session in self.screen.compared:
             session.is_unread = False
         now = time.monotonic()
         if now - self._autosaved_at > AUTOSAVE_SECONDS:

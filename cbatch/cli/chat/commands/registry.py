@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from shutil import get_terminal_size
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal
 
+from prompt_toolkit.application import get_app
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 
@@ -80,7 +80,10 @@ class FrontEnd:
     asked:           what a command asked about; the same command again does it
     batch_session:   where the last batch was started, and where it reports
     shell:           the user's command that runs
+    screen:          where the sessions are shown
     """
+
+    screen: TranscriptView
 
     def __init__(
         self, controller: ChatController, store: SessionStore, background: BackgroundRun | None = None
@@ -196,12 +199,7 @@ class FrontEnd:
     @property
     def columns(self) -> int:
         """Cells of a line on the terminal."""
-        return get_terminal_size().columns
-
-    @property
-    def screen(self) -> TranscriptView:
-        """Where the sessions are shown."""
-        raise NotImplementedError
+        return get_app().output.get_size().columns
 
     def open_editor(self, text: str, then: Callable[[str], None]) -> None:
         """Opens a text in the user's editor. Calls `then` with the result if the user changed it."""
