@@ -77,11 +77,13 @@ class ImageTexts(NamedTuple):
     markers: what the chat template writes for each of them
     texts:   come in the places of these
     before:  stands before the prompt
+    has_bos: whether the prompt gets the tokens that the tokenizer adds to texts, unless BOS stands there
     """
 
     markers: Sequence[str]
     texts: Sequence[str]
     before: str = ""
+    has_bos: bool = False
 
 
 class PlacedImage(NamedTuple):

@@ -125,13 +125,14 @@ class Images:
 
     def texts(self, pictures: Sequence[Picture]) -> ImageTexts:
         """The texts that stand for pictures in a prompt. Raises RequestError for one that cannot be read."""
-        layouts = [self._layout(picture, name) for picture, name in self._named(pictures)]
-        markers = [self._vision.marker(picture.kind) for picture in pictures]
-        return ImageTexts(markers, [layout.text for layout in layouts], self._vision.context[0])
+        context = self._vision.context[0]
+        markers = [self._vision.marker(picture.kind) for picture in pictures]  # says it if the model takes none
+        texts = [self._layout(picture, name).text for picture, name in self._named(pictures)]
+        return context._replace(markers=markers, texts=texts)
 
     def _named(self, pictures: Sequence[Picture]) -> Iterator[tuple[Picture, str]]:
         """Pictures of a conversation with the digest of each, which ends otherwise if others make it something else."""
-        ending = "0" if self._vision.context[1] and len(pictures) > 1 else ""
+        ending = "0" if self._vision.context[1].text and len(pictures) > 1 else ""
         return ((picture, picture.digest() + ending) for picture in pictures)
 
     def place(self, request: Request) -> None:

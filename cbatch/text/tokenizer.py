@@ -191,8 +191,8 @@ class ChatTokenizer:
             try:
                 if any(self._special_pattern.search(text) for text in _strings(parts)):
                     return self._encode_with_text_specials(source, parts, template, context, images)
-                text = self._with_images(self._render(source, parts, template), images)
-                return self._encode(text, context, add_special_tokens=False).ids
+                text, is_begun = self._with_images(self._render(source, parts, template), images)
+                return self._encode(text, context, add_special_tokens=not is_begun).ids
             except RequestError as error:
                 if not is_refusal(error):
                     raise
@@ -322,16 +322,21 @@ class ChatTokenizer:
         except Exception as error:  # a template is a program of the model's author and may raise anything
             raise RequestError("template_error", f"The chat template refused the messages: {error}") from error
 
-    def _with_images(self, rendered: str, images: ImageTexts | None) -> str:
-        """A rendered conversation with what stands for each image. Raises RequestError if the template lacks some."""
+    def _with_images(self, rendered: str, images: ImageTexts | None) -> tuple[str, bool]:
+        """A rendered conversation with what stands for each image, and whether the tokenizer adds nothing to it.
+
+        Raises RequestError if the template lacks some.
+        """
         if images is None:
-            return rendered
+            return rendered, True
         parts, count = re.split(f"({'|'.join({*map(re.escape, images.markers)})})", rendered), len(images.texts)
         if parts[1::2] != list(images.markers):
             shown = f"{len(parts) // 2} of {count} images" if len(parts) // 2 != count else "images in another order"
             raise RequestError("template_error", f"The chat template shows {shown} of the conversation.")
         parts[1::2] = images.texts
-        return images.before + "".join(parts)
+        bos = self._tokenizer.special_tokens.get("bos_token")
+        text = images.before + "".join(parts)
+        return text, not images.has_bos or (bool(bos) and rendered.startswith(str(bos)))
 
     def _encode_with_text_specials(
         self, source: str, parts: list[Any], options: TemplateOptions, context: int | None, images: ImageTexts | None
@@ -350,8 +355,8 @@ class ChatTokenizer:
         hide = partial(self._special_pattern.sub, lambda match: match[0][0] + separator + match[0][1:])
         # A template that prints an object as Python does, or as JSON in ASCII, prints the separator as an escape.
         rendered = self._render(source, _map_strings(parts, hide), options).replace(_escape(separator), separator)
-        rendered = self._with_images(rendered, images)
-        encoding = self._encode(rendered, context, add_special_tokens=False)
+        rendered, is_begun = self._with_images(rendered, images)
+        encoding = self._encode(rendered, context, add_special_tokens=not is_begun)
         pairs = zip(encoding.ids, encoding.offsets, strict=True)
         return [token for token, (start, stop) in pairs if rendered[start:stop] != separator]
 

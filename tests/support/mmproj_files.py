@@ -93,7 +93,7 @@ def write_text(
     tokens = tokens[: config.get_text_config().vocab_size]  # without one that its class adds
     metadata = tokenizer_metadata(tokenizer.backend_tokenizer, tokens, "gpt-2") | {
         "tokenizer.chat_template": tokenizer.chat_template, "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.eos_token_id": 2,
     }  # fmt: skip
     del metadata["tokenizer.ggml.merges"]  # there are none, and an array may not be empty
     types = metadata["tokenizer.ggml.token_type"]

@@ -15,7 +15,7 @@ import transformers
 from PIL import Image
 from PIL.ImageSequence import Iterator as iter_frames
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from cbatch.model.hf.vision import processor_class
@@ -49,12 +49,16 @@ class _Parts(NamedTuple):
 
 
 def _tokenizer(*specials: str, **named: str) -> Any:
-    """A tokenizer of bytes.  named: special tokens that its processor finds by these names"""
+    """A tokenizer of bytes that lets texts begin with BOS.
+
+    named: special tokens that its processor finds by these names
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = ["<pad>", "<s>", "</s>", *specials, *named.values(), *alphabet]
     tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate(dict.fromkeys(names))}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     tokenizer.add_special_tokens([*specials, *named.values()])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", extra_special_tokens=named
@@ -79,7 +83,9 @@ def _made(
     kind: str, config: Any, images: Any, tokenizer: Any, image: str, video: str = "<video>", **settings: Any
 ) -> _Parts:
     """image, video: what the chat template writes for one"""
-    template = TEMPLATE.replace("IMAGE", image).replace("VIDEO", video)
+    template = ("{{ bos_token }}" if kind == "internvl" else "") + TEMPLATE.replace("IMAGE", image).replace(
+        "VIDEO", video
+    )
     made = processor_class(kind)(image_processor=images, tokenizer=tokenizer, chat_template=template, **settings)
     return _Parts(config, made)
 
@@ -592,7 +598,7 @@ def save_vision_model(folder: Path, kind: str, parts: _Parts | None = None) -> P
     parts = parts or MAKERS[kind]()
     torch.manual_seed(0)
     network = transformers.AutoModelForImageTextToText.from_config(parts.config).eval()
-    draw_weights(network, 2 if kind == "kimi_k25" else 0)  # with 0 it says placeholders, which transformers blanks
+    draw_weights(network, 5 if kind == "kimi_k25" else 0)  # with others it says placeholders, which are blanked
     network.save_pretrained(folder)
     if kind in WRONGLY_SAVED:
         path = folder / "model.safetensors"
@@ -678,7 +684,9 @@ class Reference:
         parts = [part for one in messages for part in one["content"] if part["type"] != "text"]
         files = {kind: [BytesIO(b64decode(one["base64"])) for one in parts if one["type"] == kind] for kind in KINDS}
         text = self._processor.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        given: dict[str, Any] = {"return_tensors": "pt", "add_special_tokens": False}
+        given: dict[str, Any] = {"return_tensors": "pt"}
+        if not parts or text.startswith("<s>"):  # as `apply_chat_template` of processors
+            given["add_special_tokens"] = False
         if files["image"]:
             images = [Image.open(file) for file in files["image"]]
             given["images"] = images if hasattr(self._processor, "multi_page") else [images]

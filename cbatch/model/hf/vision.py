@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cbatch.base.errors import ModelError, RequestError, first_sentence, invalid_row
 from cbatch.base.model_files import model_folder
+from cbatch.base.request import ImageTexts
 from cbatch.media.decoding import decode_video
 from cbatch.media.pictures import NO_IMAGES, Video
 from cbatch.model.config import read_model_config
@@ -111,9 +112,9 @@ class Vision:
         return "windows" if getattr(of_text, "use_bidirectional_attention", None) == "vision" else None
 
     @cached_property
-    def context(self) -> tuple[str, ProcessedImage | None]:
-        """What the processor writes before prompts with images; and a blank image beside another one, if images are
-        something else there than alone.
+    def context(self) -> tuple[ImageTexts, ProcessedImage]:
+        """What the processor makes of prompts around images; and of a blank image beside another one, without a text if
+        that is the same as alone.
 
         Raises RequestError if the text of an image depends on what stands around it.
         """
@@ -123,18 +124,22 @@ class Vision:
         if after != [""] or end != [""] or start != before or both != half * 2:
             raise self._unsupported("the text of one depends on what stands around it")
         pairs = [(one.inputs[name], two.inputs[name]) for name in one.inputs.keys() - {*_OF_TEXT, "input_ids"}]
-        is_same = own == half and all(torch.equal(torch.cat([a, a]).flatten(), b.flatten()) for a, b in pairs)
-        return before, None if is_same else ProcessedImage(half, two.num_rows // 2, {})
+        if own == half and all(torch.equal(torch.cat([a, a]).flatten(), b.flatten()) for a, b in pairs):
+            half = ""
+        has_bos = getattr(self._processor, "text_kwargs", {}).get("add_special_tokens", True)
+        return ImageTexts((), (), before, has_bos), ProcessedImage(half, two.num_rows // 2, {})
 
     def process(self, pixels: NDArray[np.uint8], *, is_alone: bool = True) -> ProcessedImage:
         """An image [height, width, 3] as the model takes it. May be called by any thread.
 
-        is_alone: whether it is the only one of its conversation
+        is_alone: whether no other of its conversation makes it something else
         """
-        before, other = self.context
-        made = self._process_images([pixels] if is_alone or other is None else [pixels, _BLANK])
-        text, rows = ("", 0) if is_alone or other is None else (other.text, other.num_rows)
-        return made._replace(text=made.text.removeprefix(before).removesuffix(text), num_rows=made.num_rows - rows)
+        texts, other = self.context
+        made = self._process_images([pixels] if is_alone else [pixels, _BLANK])
+        made = made._replace(text=made.text.removeprefix(texts.before))
+        if is_alone:
+            return made
+        return made._replace(text=made.text.removesuffix(other.text), num_rows=made.num_rows - other.num_rows)
 
     def _process_images(self, pixels: Sequence[NDArray[np.uint8]], around: str = "") -> ProcessedImage:
         from PIL import Image
@@ -294,10 +299,8 @@ class Vision:
         of_text = {id(one) for part in parts for one in part.parameters()}
         names = {name for name, one in network.named_parameters() if id(one) not in of_text}
         if lacking := sorted(names & set(report["missing_keys"])):
-            raise ModelError(
-                f"Cannot load {self._source}: {len(lacking)} weights of its vision tower are not in its files, such as "
-                f"{lacking[0]}."
-            )
+            problem = f"{len(lacking)} weights of its vision tower are not in its files, such as {lacking[0]}"
+            raise ModelError(f"Cannot load {self._source}: {problem}.")
         tower, decoder = network.base_model.to(self._device).eval(), network.get_decoder()
         network.config.get_text_config().pad_token_id = 0  # which some families embed in place of images
         for one in {network.get_input_embeddings(), *decoder.modules()}:
