@@ -132,7 +132,8 @@ class Images:
 
     def _named(self, pictures: Sequence[Picture]) -> Iterator[tuple[Picture, str]]:
         """Pictures of a conversation with the digest of each, which ends otherwise if others make it something else."""
-        ending = "0" if self._vision.context[1].text and len(pictures) > 1 else ""
+        num_images = sum(picture.kind == "image" for picture in pictures)
+        ending = "0" if self._vision.context[1].text and num_images > 1 else ""
         return ((picture, picture.digest() + ending) for picture in pictures)
 
     def place(self, request: Request) -> None:

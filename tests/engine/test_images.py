@@ -18,7 +18,7 @@ from cbatch.attention.reference import ReferenceAttention
 from cbatch.base.config import EngineConfig
 from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.media.pictures import Picture
+from cbatch.media.pictures import Picture, Video
 from cbatch.model.hf import vision
 from cbatch.model.hf.vision import Vision
 from cbatch.model.images import Images
@@ -384,6 +384,15 @@ def test_placeholders_in_texts(kind: str, token: str) -> None:
         found = generate(engine, [{"messages": [one]} for one in chats], SamplingParams(max_tokens=2))
         first, second = (one.usage.prompt_tokens for one in found)
         assert first == second and not any(one.error for one in found)
+
+
+def test_an_image_beside_a_video() -> None:
+    """Guards an image that would be something else beside other images: it is alone beside a video."""
+    picture, video = Picture(b"1", "image 1"), Video(b"2", "video 1")
+    with engine_of("llava_onevision") as engine:
+        named = images_of(engine)._named
+        assert [name for _, name in named([picture, video])] == [picture.digest(), video.digest()]
+        assert next(iter(named([picture, picture])))[1] != picture.digest()
 
 
 @pytest.mark.parametrize("kind", REFUSED)
