@@ -136,10 +136,9 @@ class Vision:
         """
         texts, other = self.context
         made = self._process_images([pixels] if is_alone else [pixels, _BLANK])
-        made = made._replace(text=made.text.removeprefix(texts.before))
-        if is_alone:
-            return made
-        return made._replace(text=made.text.removesuffix(other.text), num_rows=made.num_rows - other.num_rows)
+        behind, rows = ("", 0) if is_alone else (other.text, other.num_rows)
+        text = made.text.removeprefix(texts.before).removesuffix(behind)
+        return made._replace(text=text, num_rows=made.num_rows - rows)
 
     def _process_images(self, pixels: Sequence[NDArray[np.uint8]], around: str = "") -> ProcessedImage:
         from PIL import Image
@@ -229,8 +228,7 @@ class Vision:
             with torch.inference_mode():
                 self._tower(**inputs, use_cache=False)
         except _Reached as reached:
-            found: dict[str, Any] = reached.args[0]
-            return found
+            return dict(reached.args[0])
         raise ModelError(f"Networks of the type {self._config.model_type} do not call their language model.")
 
     def _is_placeholder(self, token_ids: Tensor) -> Tensor:
@@ -265,10 +263,8 @@ class Vision:
         masks = called.get("attention_mask")
         for name, mask in masks.items() if isinstance(masks, dict) else [("full_attention", masks)]:
             two_way = self.two_way == "all" or (self.two_way == "windows" and name == "sliding_attention")
-            if mask is None or mask.ndim < 4:
-                is_seen = torch.zeros_like(same)
-            else:
-                is_seen = (mask if mask.dtype == torch.bool else mask >= 0)[0, 0].cpu()
+            seen = torch.zeros_like(same) if mask is None or mask.ndim < 4 else mask[0, 0].cpu()
+            is_seen = seen if seen.dtype == torch.bool else seen >= 0
             if not torch.equal(is_seen.triu(1), (same if two_way else torch.zeros_like(same)).triu(1)):
                 return "its tokens see others of later places"
         return ""
@@ -295,13 +291,12 @@ class Vision:
     def _tower(self) -> Any:
         silence_libraries()
         network, report = self._network(self._small_config())
-        parts = network.get_decoder(), network.get_output_embeddings()
-        of_text = {id(one) for part in parts for one in part.parameters()}
+        tower, decoder = network.base_model.to(self._device).eval(), network.get_decoder()
+        of_text = {id(one) for part in (decoder, network.get_output_embeddings()) for one in part.parameters()}
         names = {name for name, one in network.named_parameters() if id(one) not in of_text}
         if lacking := sorted(names & set(report["missing_keys"])):
             problem = f"{len(lacking)} weights of its vision tower are not in its files, such as {lacking[0]}"
             raise ModelError(f"Cannot load {self._source}: {problem}.")
-        tower, decoder = network.base_model.to(self._device).eval(), network.get_decoder()
         network.config.get_text_config().pad_token_id = 0  # which some families embed in place of images
         for one in {network.get_input_embeddings(), *decoder.modules()}:
             if isinstance(one, torch.nn.Embedding):
