@@ -46,6 +46,9 @@ LOOK_AHEAD = 64
 TOGETHER_BYTES = 1 << 24
 """Of inputs of images of one shape that the tower computes together on a GPU, which large ones fill alone."""
 
+STEP_SECONDS = 1.0
+"""After which the tower begins no more images for a step: on a CPU, tokens of others would wait for minutes."""
+
 STALE = 1 << 13
 """Inputs that came before so many others are of requests that have failed: fewer rows are read ahead."""
 
@@ -286,14 +289,20 @@ class Images:
         return None
 
     def _encode(self, wanted: Iterable[_Wanted]) -> list[tuple[TokenSequence, RequestError]]:
-        """Computes images, together where they have one shape. Returns the requests of those that failed, and why."""
+        """Computes images, together where they have one shape, as long as there is time.
+
+        Returns the requests of those that failed, and why.
+        """
         groups, failed = dict[Hashable, list[list[_Wanted]]](), list[tuple[TokenSequence, RequestError]]()
         for one in wanted:
             alike = groups.setdefault(one.shape, [[]])
             if (len(alike[-1]) + 1) * one.inputs.nbytes > self._together_bytes:
                 alike.append([])
             alike[-1].append(one)
+        started = time.perf_counter()
         for group in chain.from_iterable(groups.values()):
+            if time.perf_counter() - started > STEP_SECONDS:  # the oldest prompt's come first
+                break
             if len(group) > 1 and self._encode_together(group) is None:
                 continue
             for one in group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -187,6 +188,25 @@ def test_features_that_were_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_of("qwen2_vl", max_batch_tokens=17, prefix_cache=False, media_cache="0") as engine:
         assert outputs_of(engine) == expected("qwen2_vl")
         assert images_of(engine).num_encoded > 3
+
+
+@pytest.mark.parametrize("kind", ["idefics3", "qwen3_vl"])
+def test_a_slow_tower(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards other requests, and Ctrl-C, against a step that waits for all images that fit into it."""
+    counts, features = list[int](), Vision.features
+
+    def slow(*given: Any) -> Any:
+        counts[-1] += 1
+        time.sleep(0.01)
+        return features(*given)
+
+    begin_step = Images.begin_step
+    monkeypatch.setattr(Vision, "features", slow)
+    monkeypatch.setattr(Images, "begin_step", lambda *given: counts.append(0) or begin_step(*given))
+    monkeypatch.setattr("cbatch.model.images.STEP_SECONDS", 0.005)
+    with engine_of(kind) as engine:
+        assert outputs_of(engine) == expected(kind)
+        assert max(counts) == 1 and sum(counts) == images_of(engine).num_encoded >= 3
 
 
 @pytest.mark.parametrize("kind", ["idefics3", "qwen3_5"])
