@@ -123,8 +123,9 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     kind = wrapper.text if wrapper.fixed or given is None else str(given)
     is_tied = config.get("tie_word_embeddings", wrapper.tied) or text.get("tie_word_embeddings", False)
     outer = {key: config[key] for key in _OF_ALL if key in config}
-    if isinstance(vision := config.get("vision_config"), Mapping) and vision.get("deepstack_visual_indexes"):
-        outer["deepstack_levels"] = len(vision["deepstack_visual_indexes"])
+    towers = [one for level in levels(config) if isinstance(one := level.get("vision_config"), Mapping)]
+    if count := sum(len(one.get("deepstack_visual_indexes") or ()) for one in towers):
+        outer["deepstack_levels"] = count
     own = {"model_type": kind, "tie_word_embeddings": is_tied, "wrapped_by": config["model_type"]}
     return {**text, **outer, **own}
 

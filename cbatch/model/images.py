@@ -131,7 +131,9 @@ class Images:
         context = self._vision.context[0]
         markers = [self._vision.marker(picture.kind) for picture in pictures]  # says it if the model takes none
         texts = [self._layout(picture, name).text for picture, name in self._named(pictures)]
-        return context._replace(markers=markers, texts=texts)
+        kinds = [picture.kind for picture in pictures]
+        numbered = [self._vision.numbered(text, kinds[:i].count(kinds[i])) for i, text in enumerate(texts)]
+        return context._replace(markers=markers, texts=numbered)
 
     def _named(self, pictures: Sequence[Picture]) -> Iterator[tuple[Picture, str]]:
         """Pictures of a conversation with the digest of each, which ends otherwise if others make it something else."""

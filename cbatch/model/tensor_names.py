@@ -15,8 +15,8 @@ HEAD = "lm_head.weight"
 
 PREFIXES = (
     "model.language_model.model.", "model.language_model.", "language_model.model.", "language_model.",
-    "model.text_model.", "text_model.model.", "thinker.model.", "language_model.backbone.", "llm.model.", "model.",
-    "transformer.", "backbone.", "decoder.", "",
+    "model.text_model.", "text_model.model.", "thinker.model.", "thinker.", "language_model.backbone.", "llm.model.",
+    "model.", "transformer.", "backbone.", "decoder.", "",
 )  # fmt: skip
 """Beginnings of the names, the longer ones first."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,12 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from cbatch.attention.reference import ReferenceAttention
 from cbatch.base.config import EngineConfig
 from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.media.pictures import Picture, Video
+from cbatch.model.families import rotary
 from cbatch.model.hf import vision
 from cbatch.model.hf.vision import Vision
 from cbatch.model.images import Images
@@ -35,15 +39,22 @@ from tests.support.vision_models import MAKERS, PACKAGES, Reference, message, pi
 pytest.importorskip("PIL", reason="images need Pillow")
 
 REFUSED = {
+    "ernie4_5_vl_moe": "its language model takes moe_mm_token_type_ids, too",
     "granite4_vision": "its language model takes deepstack_features, too",
+    "hunyuan_vl": "its tokens have 4 positions each",
     "idefics2": "the text of one depends on what stands around it",
+    "mllama": "layers of its language model attend to them",
+    "molmo2": "other tokens are replaced than those of its images, or something is added to them",
     "paligemma": "the text of one depends on what stands around it",
 }
 KINDS = sorted(MAKERS.keys() - REFUSED.keys() - {"gemma3"})  # which has a test of its own
-VARIED = ["glm4v", "granite_docling", "idefics3", "internvl", "janus", "llava_next", "llava_onevision", "ovis2",
-          "paddleocr_vl", "qwen2_vl", "qwen3_5", "qwen3_vl"]  # fmt: skip
+BY_TRANSFORMERS = {"aria", "cohere_compass", "deepseek_ocr2", "gemma3n", "mistral_large4"}
+BY_PROGRAM = {"llama4", "minimax_m3_vl"}
+"""Types whose language model only transformers computes, or only a program."""
+VARIED = ["glm4v", "granite_docling", "idefics3", "internvl", "janus", "llava_next", "llava_onevision",
+          "minicpmv4_6", "ovis2", "paddleocr_vl", "qwen2_vl", "qwen3_5", "qwen3_vl"]  # fmt: skip
 """Towers, tiles, positions of three axes, recurrent layers, prompts that begin otherwise with images; images that are
-added to layers, are multiplied, differ beside others, or replace tokens of several kinds."""
+added to layers, are multiplied, are numbered, differ beside others, or replace tokens of several kinds."""
 
 LENGTH = 12
 FIRST, SECOND, SMALL = picture(1, 40, 70), picture(2, 40, 70), picture(3, 30, 30)
@@ -113,10 +124,13 @@ def test_tokens_of_generate(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", sampled(KINDS, 5, keep=["idefics3", "internvl", "llava_next", "paddleocr_vl", "qwen3_vl"])
+    "kind",
+    sampled(
+        sorted({*KINDS} - {"minicpmv4_6"}), 5, keep=["idefics3", "internvl", "llava_next", "paddleocr_vl", "qwen3_vl"]
+    ),
 )
 def test_images_together(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards images of one shape that the tower of a GPU computes together."""
+    """Guards images of one shape that a GPU computes together, but for those of MiniCPM-V, which lie side by side."""
     sizes, compute = list[int](), Vision.features
 
     def features(self: Vision, images: Sequence[Any]) -> Any:
@@ -139,7 +153,7 @@ def test_chunks_of_other_sizes(kind: str, tokens: int) -> None:
         assert images_of(engine).num_encoded == num_images(kind) and not engine.stats().num_cached_tokens
 
 
-@pytest.mark.parametrize("kind", sampled(KINDS, 2, keep=["idefics3", "qwen3_vl"]))
+@pytest.mark.parametrize("kind", sampled(sorted({*KINDS} - BY_PROGRAM), 2, keep=["idefics3", "qwen3_vl"]))
 def test_models_that_transformers_computes(kind: str) -> None:
     """Guards the way beside the fast path: modules of the network give an image's rows in place of their own."""
     with engine_of(kind, attention="reference", max_batch_tokens=40) as engine:
@@ -221,8 +235,6 @@ def test_outputs_of_one_prompt(kind: str) -> None:
 
 def device_engine(kind: str, patch: pytest.MonkeyPatch, **config: Any) -> SteppingEngine:
     """An engine whose program runs operation by operation, by torch."""
-    from safetensors.torch import load_file
-
     from cbatch.model.config import read_model_config
     from cbatch.model.cuda import CudaModel
 
@@ -235,10 +247,7 @@ def device_engine(kind: str, patch: pytest.MonkeyPatch, **config: Any) -> Steppi
     return SteppingEngine(EngineConfig(**settings), replace(loaded, fast_model=model))
 
 
-WITH_PROGRAM = [kind for kind in KINDS if kind != "aria"]  # whose language model transformers computes
-
-
-@pytest.mark.parametrize("kind", sampled(WITH_PROGRAM, 2, keep=["qwen3_5", "qwen3_vl"]))
+@pytest.mark.parametrize("kind", sampled(sorted({*KINDS} - BY_TRANSFORMERS), 2, keep=["qwen3_5", "qwen3_vl"]))
 def test_programs_of_devices(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards programs that run operation by operation, as on a GPU: rows of images, axes of positions, levels."""
     pytest.importorskip("triton", reason="the model of a GPU is imported with its kernels")
@@ -437,6 +446,38 @@ def test_a_type_that_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
             assert str(refused.error) == f"images of models of the type llava are not supported: {reason}"
             assert len(answered.token_ids) == 2
         assert not images_of(engine).num_encoded
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_omni", "qwen3_omni_moe"])
+def test_models_that_speak(kind: str, tmp_path: Path) -> None:
+    """Guards published files of such models: what writes is a part of them, with its tower and its levels."""
+    folder = folder_of(f"{kind}_thinker")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({f"thinker.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "thinker_config": config}))
+    settings = {"device": "cpu", "dtype": "float32", "kv_blocks": 400, "max_seqs": 4}
+    with SteppingEngine(EngineConfig(model=str(tmp_path), **settings)) as engine:
+        assert outputs_of(engine) == expected(f"{kind}_thinker")
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl", "glm4v"])
+def test_parts_of_heads_that_positions_turn(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the comparison of a program's rotation by positions of three axes with that of the network."""
+    axes = rotary._axes
+    monkeypatch.setattr(rotary, "_axes", lambda *given: axes(*given)[::-1])
+    with engine_of(kind) as engine:
+        (refused,) = generate(engine, [{"messages": CHATS["one"]}], SamplingParams(max_tokens=2))
+        assert str(refused.error).endswith("are not supported: its positions turn other parts of heads")
+
+
+def test_levels_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the comparison of the layers that images are added to with those of the network."""
+    monkeypatch.setattr("cbatch.model.config_classes.levels", lambda _: [])
+    with engine_of("qwen3_vl") as engine:
+        (refused,) = generate(engine, [{"messages": CHATS["one"]}], SamplingParams(max_tokens=2))
+        assert str(refused.error).endswith("are not supported: its language model takes deepstack_visual_embeds, too")
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "glm4v"])

@@ -125,6 +125,7 @@ class GgufVision(Vision):
         self._tokenizer, self._image, number = backend.tokenizer, known[0], backend.token_to_id(known[0])
         sizes = "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"
         self._settings[0].update(text_config={name: text[name] for name in sizes}, image_token_id=number)
+        self._program = None  # the network's language model has no other settings
 
     @cached_property
     def _config(self) -> Any:

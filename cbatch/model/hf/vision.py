@@ -7,6 +7,7 @@ that are placeholders. The language model of the tower's network has no layers, 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property, partial
@@ -20,20 +21,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.base.errors import ModelError, RequestError, first_sentence, invalid_row
-from cbatch.base.model_files import model_folder
+from cbatch.base.model_files import model_folder, read_json_object
 from cbatch.base.request import ImageTexts
 from cbatch.media.decoding import decode_video
 from cbatch.media.pictures import NO_IMAGES, Video
-from cbatch.model.config import read_model_config
+from cbatch.model.config import UnsupportedConfig, read_model_config
 from cbatch.model.config_classes import levels
+from cbatch.model.families import read_program
+from cbatch.model.ops.all import AddImage, Program, Rotary
 from cbatch.text.loading import silence_libraries
 
-_OF_TEXT = "attention_mask", "token_type_ids", "mm_token_type_ids"
+_OF_TEXT = "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"
 """Results of processors that need not concern the network."""
 
 _BLANK, _MARK = np.zeros((64, 64, 3), np.uint8), "\ue000"
 
-_PLAIN = frozenset(["attention_mask", "inputs_embeds", "position_ids", "return_dict"])
+_PLAIN = frozenset(["attention_mask", "inputs_embeds", "logits_to_keep", "position_ids", "return_dict"])
 _LEVELS = frozenset(["visual_pos_masks", "deepstack_visual_embeds"])
 """Arguments of language models, and those that add rows of images to hidden states (see `ImageRows`)."""
 
@@ -70,13 +73,13 @@ class Vision:
     def _config(self) -> Any:
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(self._source, revision=self._revision, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(self._source, revision=self._revision, trust_remote_code=False)
+        return getattr(config, "thinker_config", config)  # the part that writes, of a model that speaks
 
     @cached_property
     def _processor(self) -> Any:
         silence_libraries()
-        kind = processor_class(self._config.model_type)
-        return kind.from_pretrained(self._source, revision=self._revision, trust_remote_code=False)
+        return load_processor(self._config.model_type, self._source, self._revision)
 
     def marker(self, kind: Literal["image", "video"]) -> str:
         """The token that a chat template writes for one. Raises RequestError if the model takes none after all."""
@@ -87,7 +90,7 @@ class Vision:
         try:
             processor, given = self._processor, {"revision": self._revision, "trust_remote_code": False}
             token = getattr(processor, f"{kind}_placeholder_token", None) or getattr(processor, f"{kind}_token", None)
-            if kind == "video" and token is not None and getattr(processor, "video_processor", None) is None:
+            if kind == "video" and token is not None and processor.video_processor in (None, processor.image_processor):
                 processor.video_processor = AutoVideoProcessor.from_pretrained(self._source, **given)
         except Exception as error:  # what is missing is named by errors of many kinds
             packages = [one for one in ("num2words", "torchvision") if one in str(error).lower() and not find_spec(one)]
@@ -106,7 +109,7 @@ class Vision:
     @property
     def two_way(self) -> Literal["all", "windows"] | None:
         """In which layers tokens of an image see later ones of it, too: all, those with a window, or none."""
-        if self._config.model_type == "gemma3":
+        if self._config.model_type in ("gemma3", "gemma4_unified"):
             return "all"
         of_text = self._config.get_text_config()
         return "windows" if getattr(of_text, "use_bidirectional_attention", None) == "vision" else None
@@ -118,13 +121,18 @@ class Vision:
 
         Raises RequestError if the text of an image depends on what stands around it.
         """
+        of_text = self._config.get_text_config()
+        if getattr(of_text, "cross_attention_layers", None):
+            raise self._unsupported("layers of its language model attend to them")
+        if len(sections := (getattr(of_text, "rope_parameters", None) or {}).get("mrope_section") or ()) not in (0, 3):
+            raise self._unsupported(f"its tokens have {len(sections)} positions each")
         one, two = (self._process_images([_BLANK] * count, around=_MARK) for count in (1, 2))
         (before, own, *after), (start, both, *end) = one.text.split(_MARK), two.text.split(_MARK)
         half = both[: len(both) // 2]
         if after != [""] or end != [""] or start != before or both != half * 2:
             raise self._unsupported("the text of one depends on what stands around it")
-        pairs = [(one.inputs[name], two.inputs[name]) for name in one.inputs.keys() - {*_OF_TEXT, "input_ids"}]
-        if own == half and all(torch.equal(torch.cat([a, a]).flatten(), b.flatten()) for a, b in pairs):
+        pairs = [(torch.cat([x, x]), two.inputs[n]) for n, x in one.inputs.items() if n not in _OF_TEXT]  # in any order
+        if own == half and all(torch.equal(*(x.flatten().sort()[0] for x in pair)) for pair in pairs):
             half = ""
         has_bos = getattr(self._processor, "text_kwargs", {}).get("add_special_tokens", True)
         return ImageTexts((), (), before, has_bos), ProcessedImage(half, two.num_rows // 2, {})
@@ -172,7 +180,12 @@ class Vision:
         is_placeholder = self._is_placeholder(inputs["input_ids"])
         if kind == "video" and "mm_token_type_ids" in inputs:  # which some tell by tokens around the marker
             inputs["mm_token_type_ids"] = 2 * is_placeholder.int()
-        return ProcessedImage(recorder.text, int(is_placeholder.sum()), inputs, kind)
+        return ProcessedImage(self.numbered(recorder.text, 0), int(is_placeholder.sum()), inputs, kind)
+
+    def numbered(self, text: str, number: int) -> str:
+        """The text of an image, which may say how many stand before it in its conversation."""
+        begin, end = (getattr(self._processor, f"image_id_{side}_token", "") for side in ("start", "end"))
+        return re.sub(rf"({re.escape(begin)})\d+({re.escape(end)})", rf"\g<1>{number}\g<2>", text) if begin else text
 
     def positions(self, token_ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.int64] | None:
         """[3, P] of a prompt's tokens, in time, rows and columns; None if the model only counts them."""
@@ -240,34 +253,53 @@ class Vision:
 
     def _problem(self, image: ProcessedImage, called: dict[str, Any]) -> str:
         """Says what of a call of the language model the engine would not do; empty if all is well."""
-        levels = called.get("deepstack_visual_embeds") or ()
-        declared = getattr(self._config.vision_config, "deepstack_visual_indexes", None) or ()
+        levels, positions, program = called.get("deepstack_visual_embeds"), called.get("position_ids"), self._program
         extra = {name for name, one in called.items() if one is not None and one is not False} - _PLAIN
-        if len(levels) == len(declared):
+        if program is None or len(levels or ()) == sum(isinstance(one, AddImage) for one in program.operations):
             extra -= _LEVELS
-        if self._config.model_type == "gemma4":  # computes them from tokens alone
-            extra.discard("per_layer_inputs")
+        ids, of_text = image.inputs["input_ids"][0], self._config.get_text_config()
+        is_beside = ids >= getattr(of_text, "vocab_size_per_layer_input", torch.inf)  # as Gemma 3n embeds some
+        is_placeholder = self._is_placeholder(ids)
+        if self._config.model_type == "gemma4" or is_beside[is_placeholder].all():
+            extra.discard("per_layer_inputs")  # which are those of padding
         if extra:
             return f"its language model takes {sorted(extra)[0]}, too"
-        positions, is_placeholder = called.get("position_ids"), self._is_placeholder(image.inputs["input_ids"][0])
         run = (is_placeholder.diff(prepend=is_placeholder[:1]) != 0).cumsum(0)
-        is_filled = ~called["inputs_embeds"][0].isnan().all(-1).cpu()
-        if (is_filled & ~is_placeholder).any() or not is_filled.any():
-            return "other tokens are replaced than those of its images"
+        is_filled = ~called["inputs_embeds"][0].isnan().any(-1).cpu()
+        if not torch.equal(is_filled | is_beside, is_placeholder | is_beside):
+            return "other tokens are replaced than those of its images, or something is added to them"
         if positions is not None:
-            known = self.positions(image.inputs["input_ids"][0].tolist(), [image])
+            known = self.positions(ids.tolist(), [image])
             wanted = torch.arange(len(is_placeholder)) if known is None else torch.from_numpy(known)
             if not torch.equal(positions[..., 0, :].cpu().reshape(-1, len(run))[-3:].squeeze(0), wanted):
                 return "its tokens have other positions"
-        same = (run[:, None] == run) & is_placeholder
-        masks = called.get("attention_mask")
-        for name, mask in masks.items() if isinstance(masks, dict) else [("full_attention", masks)]:
-            two_way = self.two_way == "all" or (self.two_way == "windows" and name == "sliding_attention")
-            seen = torch.zeros_like(same) if mask is None or mask.ndim < 4 else mask[0, 0].cpu()
-            is_seen = seen if seen.dtype == torch.bool else seen >= 0
-            if not torch.equal(is_seen.triu(1), (same if two_way else torch.zeros_like(same)).triu(1)):
-                return "its tokens see others of later places"
+            if known is not None and program is not None and not self._turns_alike(program.rotaries[0], positions):
+                return "its positions turn other parts of heads"
+        same, earlier = (run[:, None] == run) & is_placeholder, torch.ones(len(run), len(run)).tril() > 0
+        for name, mask in masks.items() if isinstance(masks := called.get("attention_mask"), dict) else [("", masks)]:
+            has_window, is_seen = name == "sliding_attention", earlier
+            if mask is not None and mask.ndim == 4:
+                is_seen = (mask if mask.dtype == torch.bool else mask >= 0)[0, 0].cpu()
+            two_way = self.two_way == "all" or (self.two_way == "windows" and has_window)
+            pairs, window = (~earlier | same, of_text.sliding_window) if has_window else (~earlier, len(run))
+            wanted = (earlier | same if two_way else earlier).triu(1 - window)
+            if not torch.equal(is_seen & pairs, wanted & pairs):
+                return "its tokens see others of later places, or beyond a window"
         return ""
+
+    def _turns_alike(self, rotary: Rotary, positions: Tensor) -> bool:
+        """Whether each frequency is turned by the same of positions [3, 1, T] as in the network's language model."""
+        theirs = self._tower.get_decoder().rotary_emb(positions.float(), positions)[0][0].cpu()
+        ours = rotary.tables(positions[:, 0].cpu())[0] if rotary.axes else torch.empty(0, 1)
+        pairs = theirs[:, : ours.shape[1]], theirs[:, ::2]  # of numbers far apart, or of neighbours
+        return any(one.shape == ours.shape and torch.allclose(one, ours, atol=1e-3) for one in pairs)
+
+    @cached_property
+    def _program(self) -> Program | None:
+        """What computes the language model, if it is not transformers."""
+        with suppress(UnsupportedConfig):
+            return read_program(read_model_config(model_folder(self._source, self._revision, ["config.json"])))
+        return None
 
     @cached_property
     def _skeleton(self) -> Any:
@@ -275,7 +307,7 @@ class Vision:
         from transformers import AutoModelForImageTextToText
 
         with torch.device("meta"):
-            return AutoModelForImageTextToText.from_config(self._small_config()).model
+            return AutoModelForImageTextToText.from_config(self._small_config()).base_model
 
     def _network(self, config: Any) -> tuple[Any, dict[str, Any]]:
         """The network of a config, and what transformers reports of its weights."""
@@ -292,12 +324,12 @@ class Vision:
         silence_libraries()
         network, report = self._network(self._small_config())
         tower, decoder = network.base_model.to(self._device).eval(), network.get_decoder()
-        of_text = {id(one) for part in (decoder, network.get_output_embeddings()) for one in part.parameters()}
+        parts = filter(None, (decoder, network.get_output_embeddings()))
+        of_text = {id(one) for part in parts for one in part.parameters()}
         names = {name for name, one in network.named_parameters() if id(one) not in of_text}
         if lacking := sorted(names & set(report["missing_keys"])):
             problem = f"{len(lacking)} weights of its vision tower are not in its files, such as {lacking[0]}"
             raise ModelError(f"Cannot load {self._source}: {problem}.")
-        network.config.get_text_config().pad_token_id = 0  # which some families embed in place of images
         for one in {network.get_input_embeddings(), *decoder.modules()}:
             if isinstance(one, torch.nn.Embedding):
                 one.register_forward_pre_hook(lambda _, ids: (torch.zeros_like(ids[0]),))  # the one token that it has
@@ -311,7 +343,7 @@ class Vision:
 
         config = deepcopy(self._config)
         text = config.get_text_config()
-        text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
+        text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, 0
         if hasattr(config, "quantization_config"):  # which files have for the language model only
             del config.quantization_config
         if getattr(text, "layer_types", None) is not None:
@@ -342,21 +374,29 @@ class _Recorder:
         return self.tokenizer(text, **options)
 
 
-def processor_class(kind: str) -> Any:
-    """The class of the processor of models of a type. It takes no videos, which need torchvision, where it can."""
+def load_processor(kind: str, source: str, revision: str | None = None) -> Any:
+    """The processor of a model of a type, of the class that its files name, if they name one."""
+    files = "processor_config.json", "preprocessor_config.json", "tokenizer_config.json"
+    named = [read_json_object(model_folder(source, revision, files) / file).get("processor_class") for file in files]
+    found = processor_class(kind, next(filter(None, named), ""))
+    return found.from_pretrained(source, revision=revision, trust_remote_code=False)
+
+
+def processor_class(kind: str, name: str = "") -> Any:
+    """A processor's class, by its name or the type of models. It takes no videos, which need torchvision, if it can."""
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    kind = "glm46v" if kind == "glm_ocr" else kind
-    found = getattr(transformers, PROCESSOR_MAPPING_NAMES.get(kind, "AutoProcessor"))
-    if kind not in PROCESSOR_MAPPING_NAMES or kind == "smolvlm":
-        return found
+    found = getattr(transformers, name, None) or getattr(transformers, PROCESSOR_MAPPING_NAMES.get(kind, ""), None)
+    if found is None or kind == "smolvlm":
+        return found or transformers.AutoProcessor
     names, mixin = found.get_attributes(), transformers.ProcessorMixin
     others = [name for name in names if name != "video_processor"]
 
     def init(self: Any, *arguments: Any, **options: Any) -> None:
         given = {**dict(zip(names, arguments, strict=False)), **options, "video_processor": None}
         mixin.__init__(self, **{name: one for name, one in given.items() if name != "video_processor"})
+        self.video_processor = self.image_processor  # some ask it for settings
 
     def loaded(cls: Any, *arguments: Any, **options: Any) -> list[Any]:
         parts = list(found._get_arguments_from_pretrained.__func__(cls, *arguments, **options))
