@@ -145,9 +145,11 @@ def _messages(value: Any) -> Any:
     for number, one in enumerate(values or (), start=1):
         if isinstance(one, Completion) and one.error is not None:
             raise invalid_row(f"message {number} is a completion that failed: {one.error}")
-        if isinstance(one, Mapping):
+        if isinstance(one, Completion | Choice):
+            one = one.to_message()
+        elif isinstance(one, Mapping):
             one = {**one, **{name: _images(one[name]) for name in ("content", "images") if name in one}}
-        made.append(one.to_message() if isinstance(one, Completion | Choice) else one)
+        made.append(one)
     return value if values is None else made
 
 
