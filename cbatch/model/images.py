@@ -291,10 +291,7 @@ class Images:
         return None
 
     def _encode(self, wanted: Iterable[_Wanted]) -> list[tuple[TokenSequence, RequestError]]:
-        """Computes images, together where they have one shape, as long as there is time.
-
-        Returns the requests of those that failed, and why.
-        """
+        """Computes images, together where they have one shape. Returns the requests of those that failed, and why."""
         groups, failed = dict[Hashable, list[list[_Wanted]]](), list[tuple[TokenSequence, RequestError]]()
         for one in wanted:
             alike = groups.setdefault(one.shape, [[]])
