@@ -279,10 +279,13 @@ class RunStats:
 def bottleneck(driver: BatchDriver, done: EngineStats, elapsed_s: float, waited_for_output_s: float) -> str:
     """Names what a person would change first to make such a run faster."""
     limits, steps = driver.limits, max(done.num_steps, 1)
-    idle = min(done.idle_s / (elapsed_s * driver.num_engines), 1.0) if elapsed_s else 0.0
+    engine_s = elapsed_s * driver.num_engines
+    idle, in_tower = (min(one / engine_s, 1.0) if engine_s else 0.0 for one in (done.idle_s, done.images_s))
     if idle >= 0.3:
         what = "the output, which accepted rows slowly" if waited_for_output_s > elapsed_s * 0.3 else "the input"
         return f"{what}: the engine had nothing to do for {idle:.0%} of the time"
+    if in_tower >= 0.5:
+        return f"the model: its vision tower took {in_tower:.0%} of the time"
     if done.num_shrinks:
         return f"the device's memory, which made the batch smaller {done.num_shrinks} times (--kv-cache-memory)"
     reason, count = max(done.held_back.items(), key=lambda item: item[1], default=("", 0))

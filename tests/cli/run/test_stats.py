@@ -113,6 +113,8 @@ def test_rows_without_text_and_error_rows_are_not_empty(has_text: bool) -> None:
     [
         ({"idle_s": 6.0}, 0.0, "the input: the engine had nothing to do for 60% of the time"),
         ({"idle_s": 6.0}, 5.0, "the output, which accepted rows slowly"),
+        ({"images_s": 6.0, "held_back": {"slots": 90}}, 0.0, "the model: its vision tower took 60% of the time"),
+        ({"images_s": 4.0}, 0.0, "the model: there were seldom more rows than could run at once"),
         ({"num_shrinks": 2}, 0.0, "the device's memory, which made the batch smaller 2 times"),
         ({}, 0.0, "the model: there were seldom more rows than could run at once"),
         ({"held_back": {"slots": 90, "cache": 1}}, 0.0, "all 8 slots (--max-seqs) were taken in 90% of the steps"),
