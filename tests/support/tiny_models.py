@@ -151,9 +151,6 @@ def generate_alone(network: Any, prompts: list[list[int]], lengths: list[int], *
     outputs = []
     for prompt, length in zip(prompts, lengths, strict=True):
         ids = torch.tensor([prompt])
-        for module in network.modules():
-            if hasattr(module, "conv1d_state"):  # RecurrentGemma goes on from its last text, if one token begins
-                module.conv1d_state = module.rg_lru.recurrent_states = None
         options |= {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False, "pad_token_id": 0}
         with eager_attention(network):
             full = network.generate(ids, attention_mask=torch.ones_like(ids), **options)

@@ -53,7 +53,7 @@ from cbatch.model.hf.facts import (
 )
 from cbatch.model.hf.indexed import INDEXED_LAYERS, serve_indexers
 from cbatch.model.hf.placement import accept_host_rows, input_device, parameters_once
-from cbatch.model.hf.recurrent import RecurrentStep, StateLayout, modules_with_conventions, recurring, serve_modules
+from cbatch.model.hf.recurrent import RecurrentStep, StateLayout, recurring, serve_modules
 from cbatch.model.lora.device import ModuleAdapters
 from cbatch.model.lora_files import Adapter
 from cbatch.runtime.batch import ImageRows, Logits, PooledRows, RaggedBatch
@@ -131,7 +131,7 @@ class TransformersModel:
             self._attention_name = INDEXED_NAME if kinds & INDEXED_LAYERS else ATTENTION_NAME
             if kinds & INDEXED_LAYERS:
                 self._served(serve_indexers)
-            is_recurrent = kinds & RECURRENT_LAYERS or modules_with_conventions(network)
+            is_recurrent = kinds & RECURRENT_LAYERS
             self._recurrent: StateLayout = replace(self._served(serve_modules)) if is_recurrent else StateLayout()
             self.states, self.state_devices = self._recurrent.shapes, self._recurrent.devices
             self.chunk_multiple = chunk_multiple(self.config, self._recurrent)

@@ -7,9 +7,6 @@ is a `StateView` of the slots. Everything else in the model runs on the ragged r
 
 Some modules take no state into account if they are given more than one token (the scan of Mamba). With
 `StateLayout.by_token` they go on from a state token by token.
-
-RWKV, xLSTM and RecurrentGemma know no cache object. In a step, a function in front of their `forward` takes one as the
-keyword `held`, in place of a list of tensors, a tuple of them, or attributes of the module (`CONVENTIONS`).
 """
 
 from __future__ import annotations
@@ -59,7 +56,7 @@ class StateView:
     Each state is read when it is first asked for, and written by `keep`.
     """
 
-    def __init__(self, states: StateLayout, tensors: Sequence[Tensor] | None, piece: Piece) -> None:
+    def __init__(self, states: StateLayout, tensors: Sequence[Tensor], piece: Piece) -> None:
         self._states = states
         self._tensors = tensors
         self._piece = piece
@@ -71,7 +68,6 @@ class StateView:
             return None
         name = layer_idx, kind, state_idx
         if name not in self._held:
-            assert self._tensors is not None
             number = self._states.numbers[name]
             self._held[name] = self._tensors[number][self._piece.slots].to(self._states.shapes[number].dtype)
         return self._held[name]
@@ -111,11 +107,8 @@ class StateView:
         self._held[layer_idx, kind, state_idx] = value
 
     def keep(self) -> None:
-        """Writes what the module has left to the slots; if there are none yet, adds it to the states of the network."""
+        """Writes what the module has left to the slots."""
         for name, value in self._held.items():
-            if self._tensors is None:
-                self._states.add(name, value)
-                continue
             tensor = self._tensors[self._states.numbers[name]]
             tensor[self._piece.slots] = value.to(tensor.dtype)
             copied = [(row, slot) for row, slot in enumerate(self._piece.copy_to) if slot >= 0]
@@ -146,13 +139,10 @@ class StateLayout:
 
 
 class RecurrentStep(NamedTuple):
-    """The state that the modules of a network share in a step.
-
-    tensors: of the pool; None: the states are still to be learnt
-    """
+    """The state that the modules of a network share in a step.  tensors: of the pool"""
 
     states: StateLayout
-    tensors: Sequence[Tensor] | None
+    tensors: Sequence[Tensor]
     pieces: list[Piece]
 
     @classmethod
@@ -211,8 +201,6 @@ def serve_modules(network: Any, config: Any, device: torch.device) -> StateLayou
     if not hasattr(Cache, "get_conv_state"):
         raise ModelError(f"its recurrent layers need transformers {FIRST_VERSION} or newer")
     ids = torch.arange(PROBE_TOKENS, device=device)[None] % config.vocab_size
-    if special := modules_with_conventions(network):
-        return _serve_special(network, special, ids)
     output = network(input_ids=ids, use_cache=True)
     # Its name differs: `past_key_values` of most, and of Mamba `cache_params`, or `cache` from transformers 5.24 on.
     name, cache = next(((name, one) for name, one in output.items() if isinstance(one, Cache)), ("", None))
@@ -225,17 +213,6 @@ def serve_modules(network: Any, config: Any, device: torch.device) -> StateLayou
         raise ModelError("its recurrent layers keep their states in a way that cannot be served")
     for module, parameter in modules.items():
         _serve(module, parameter)
-    return states
-
-
-def _serve_special(network: Any, modules: list[tuple[nn.Module, Adapt]], ids: Tensor) -> StateLayout:
-    """Serves modules that know no cache object, and learns in a pass what they keep."""
-    for number, (module, adapt) in enumerate(modules):
-        adapted = partial(adapt, module, getattr(module, "cbatch_forward", module.forward), number)
-        _serve(module, "held", adapted, together=adapt is not _rwkv)  # which mixes up the sequences of a batch
-    states, everything = StateLayout(), Piece(slice(None), [0], False, True, [-1])
-    with recurring(RecurrentStep(states, None, [everything])):
-        network(input_ids=ids, use_cache=False)
     return states
 
 
@@ -317,34 +294,20 @@ def replace_forward(module: Any, current: Callable[[], Any], run: Run) -> None:
     module.cbatch_forward, module.forward = original, forward
 
 
-def _serve(module: Any, parameter: str, adapted: Forward | None = None, *, together: bool = True) -> None:
-    """Makes a module run the pieces of a step by themselves.
-
-    parameter: its `forward`, or what is `adapted` in place of it, takes the cache by that name
-    together:  it can be given several sequences at once
-    """
+def _serve(module: Any, parameter: str) -> None:
+    """Makes a module run the pieces of a step by themselves.  parameter: its `forward` takes the cache by that name"""
 
     def run(step: RecurrentStep, original: Callable[..., Any], given: dict[str, Any], tokens: int) -> Any:
         results = []
-        for piece in step.pieces if together else _one_by_one(step.pieces):
+        for piece in step.pieces:
             view = StateView(step.states, step.tensors, piece)
             part = {name: taken(value, piece.rows, tokens, piece.is_decode) for name, value in given.items()}
-            results.append((piece, (adapted or original)(**part | {parameter: view})))
+            results.append((piece, original(**part | {parameter: view})))
             view.keep()
         return _joined(results, tokens)
 
     if not hasattr(module, "cbatch_forward"):
         replace_forward(module, _current.get, run)
-
-
-def _one_by_one(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """The pieces of a step, with those that decode each by itself."""
-    for piece in pieces:
-        if not piece.is_decode:
-            yield piece
-            continue
-        for row, slot, copy_to in zip(piece.rows.tolist(), piece.slots, piece.copy_to, strict=True):  # type: ignore[union-attr]
-            yield Piece(slice(row, row + 1), [slot], False, False, [copy_to])
 
 
 def taken(value: Any, rows: slice | Tensor, tokens: int, is_decode: bool = False) -> Any:
@@ -374,73 +337,3 @@ def _joined(results: list[tuple[Piece, Any]], tokens: int) -> Any:
             return None
         whole[:, piece.rows] = rows
     return whole
-
-
-class _Columns:
-    """Stands for a tensor [N, hidden, layers], of which a module reads and writes the column of its layer."""
-
-    def __init__(self, column: Tensor) -> None:
-        self.column = column
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.column
-
-    def __setitem__(self, index: Any, value: Tensor) -> None:
-        self.column = value
-
-
-def _rwkv(
-    module: Any, original: Forward, number: int, *, held: StateView, hidden: Tensor, state: Any = None,
-    use_cache: bool = False,
-) -> Any:  # fmt: skip
-    """RWKV keeps, for each layer, what its two parts saw last, and numerator, denominator and maximum of a mean."""
-    is_attention = hasattr(module, "time_decay")
-    indices = (1, 2, 3, 4) if is_attention else (0,)
-    columns: list[Any] = [None] * 5
-    for index in indices:
-        column = held.get("rwkv", module.layer_id, index)
-        if column is None:
-            inner = module.attention_hidden_size if index >= 2 else hidden.shape[-1]
-            dtype = torch.float32 if index >= 2 else hidden.dtype
-            column = hidden.new_full((len(hidden), inner), -1e30 if index == 4 else 0.0, dtype=dtype)
-        columns[index] = _Columns(column)
-    out = original(hidden, columns, True)[0] if is_attention else original(hidden, columns)[0]
-    for index in indices:
-        held.set("rwkv", columns[index].column, module.layer_id, index)
-    return out, None
-
-
-def _xlstm(module: Any, original: Forward, number: int, *, held: StateView, x: Tensor, state: Any = None) -> Any:
-    """A block of xLSTM keeps a matrix, a vector and a maximum for each head."""
-    parts = [held.get("xlstm", number, index) for index in range(3)]
-    out, new = original(x, None if parts[0] is None else tuple(parts))
-    for index, part in enumerate(new):
-        held.set("xlstm", part, number, index)
-    return out, None
-
-
-def _recurrent_gemma(module: Any, original: Forward, number: int, *, held: StateView, **given: Any) -> Any:
-    """A block of RecurrentGemma keeps the last inputs of a convolution, and what its linear recurrence gave last."""
-    module.conv1d_state = held.get("conv", number)
-    module.rg_lru.recurrent_states = held.get("recurrent", number)
-    out = original(**given | {"use_cache": True})
-    held.set("conv", module.conv1d_state, number)
-    held.set("recurrent", module.rg_lru.recurrent_states, number)
-    module.conv1d_state = module.rg_lru.recurrent_states = None
-    return out
-
-
-Adapt = Callable[..., Any]
-CONVENTIONS: dict[str, Adapt] = {
-    "RwkvSelfAttention": _rwkv,
-    "RwkvFeedForward": _rwkv,
-    "xLSTMBlock": _xlstm,
-    "RecurrentGemmaRecurrentBlock": _recurrent_gemma,
-}
-"""Functions that run modules of these classes in a step: of a module, its `forward`, number, cache and arguments."""
-
-
-def modules_with_conventions(network: nn.Module) -> list[tuple[nn.Module, Adapt]]:
-    """The modules of a network that are listed here, in their order."""
-    names = ((module, CONVENTIONS.get(type(module).__name__)) for module in network.modules())
-    return [(module, adapt) for module, adapt in names if adapt is not None]
