@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import copytree
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -33,6 +35,7 @@ from cbatch.model.ops.device_kernel import by_torch
 from cbatch.model.ops.embed import AddImage
 from cbatch.runtime.batch import ImageRows
 from tests.support.generation import generate
+from tests.support.quantized_folders import change_tensors, fp8, nf4, nf4_settings
 from tests.support.samples import sampled
 from tests.support.vision_models import MAKERS, PACKAGES, Reference, message, picture, save_vision_model
 
@@ -488,6 +491,56 @@ def test_positions_of_the_network(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     with engine_of(kind) as engine:
         (refused,) = generate(engine, [{"messages": CHATS["one"]}], SamplingParams(max_tokens=2))
         assert str(refused.error).endswith("are not supported: its tokens have other positions")
+
+
+@pytest.mark.parametrize("place", ["config", "text_config"])
+def test_a_quantized_language_model(place: str, tmp_path: Path) -> None:
+    """Guards checkpoints as they are published, whose language model is packed and whose tower is not."""
+    quantized, numbers = (Path(copytree(folder_of("qwen2_vl"), tmp_path / name)) for name in ("packed", "numbers"))
+    stored, plain = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, tensor in load_file(quantized / "model.safetensors").items():
+        parts, plain[name] = {".weight": tensor}, tensor
+        if name.endswith("_proj.weight") and "visual" not in name:
+            parts, plain[name] = nf4(nested=False)(tensor)
+        module = name.removesuffix(".weight")
+        stored |= {(module + end if module != name else name): part.contiguous() for end, part in parts.items()}
+    save_file(stored, quantized / "model.safetensors", {"format": "pt"})
+    save_file({name: one.contiguous() for name, one in plain.items()}, numbers / "model.safetensors", {"format": "pt"})
+    config = json.loads((quantized / "config.json").read_text())
+    (config if place == "config" else config[place])["quantization_config"] = nf4_settings(nested=False)
+    (quantized / "config.json").write_text(json.dumps(config))
+    chats, reference = [CHATS["one"], CHATS["none"]], Reference(numbers)
+    settings = EngineConfig(model=str(quantized), device="cpu", dtype="float32", kv_blocks=400, weight_cache=False)
+    with SteppingEngine(settings) as engine:
+        assert engine.loaded.path == "fast"
+        found = generate(engine, [{"messages": one} for one in chats], SamplingParams(max_tokens=8, ignore_eos=True))
+        assert [list(one.token_ids) for one in found] == [reference.generate(one, 8) for one in chats]
+
+
+def pack_in_4_bits(tensors: dict[str, torch.Tensor], name: str) -> None:
+    tensors |= {f"{name}.absmax": torch.ones(24), name: torch.zeros(tensors[name].numel() // 2, 1, dtype=torch.uint8)}
+
+
+def pack_in_8_bits(tensors: dict[str, torch.Tensor], name: str) -> None:
+    parts, _ = fp8()(tensors[name])
+    tensors |= {name.removesuffix(".weight") + end: part.contiguous() for end, part in parts.items()}
+
+
+@pytest.mark.parametrize("damage", [dict.pop, pack_in_4_bits, pack_in_8_bits])
+def test_a_tower_that_cannot_be_read(damage: Callable[..., Any], tmp_path: Path) -> None:
+    """Guards towers that are quantized, whose integers are no numbers; text is answered, and the files read once."""
+    folder = Path(copytree(folder_of("llava"), tmp_path / "model"))
+    change_tensors(
+        folder, lambda tensors: damage(tensors, min(name for name in tensors if name.endswith("fc1.weight")))
+    )
+    with SteppingEngine(EngineConfig(model=str(folder), device="cpu", dtype="float32", kv_blocks=400)) as engine:
+        for _ in range(2):
+            rows = [{"messages": CHATS[name]} for name in ("one", "none")]
+            refused, answered = generate(engine, rows, SamplingParams(max_tokens=2))
+            reason = r"its files do not have 1 weights of its vision tower, such as .*fc1.weight, as plain numbers of"
+            assert re.search(f"^images of models of the type llava are not supported: {reason}", str(refused.error))
+            assert len(answered.token_ids) == 2
+            (folder / "model.safetensors").unlink(missing_ok=True)
 
 
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -327,9 +327,11 @@ class Vision:
         parts = filter(None, (decoder, network.get_output_embeddings()))
         of_text = {id(one) for part in parts for one in part.parameters()}
         names = {name for name, one in network.named_parameters() if id(one) not in of_text}
-        if lacking := sorted(names & set(report["missing_keys"])):
-            problem = f"{len(lacking)} weights of its vision tower are not in its files, such as {lacking[0]}"
-            raise ModelError(f"Cannot load {self._source}: {problem}.")
+        modules = {name.rpartition(".")[0] for name in report["unexpected_keys"]}  # of scales, if they are quantized
+        unread = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"]), *modules}
+        if lacking := sorted(names & (unread | {f"{module}.weight" for module in modules})):
+            found = f"{len(lacking)} weights of its vision tower, such as {lacking[0]}"
+            raise self._unsupported(f"its files do not have {found}, as plain numbers of their shape")
         for one in {network.get_input_embeddings(), *decoder.modules()}:
             if isinstance(one, torch.nn.Embedding):
                 one.register_forward_pre_hook(lambda _, ids: (torch.zeros_like(ids[0]),))  # the one token that it has
@@ -344,8 +346,9 @@ class Vision:
         config = deepcopy(self._config)
         text = config.get_text_config()
         text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, 0
-        if hasattr(config, "quantization_config"):  # which files have for the language model only
-            del config.quantization_config
+        for one in (config, text):
+            if hasattr(one, "quantization_config"):  # which files have for the language model only
+                del one.quantization_config
         if getattr(text, "layer_types", None) is not None:
             text.layer_types = sorted(set(text.layer_types))  # which masks are made for
         return config
