@@ -78,7 +78,9 @@ class EngineConfig:
     quantize: str | None = _model(
         None,
         "Quantize weights to one byte each, or to half a byte (models with a fast path); auto tries half a byte first.",
-        metavar="int8|int4|auto",
+        metavar="none|int8|int4|auto",
+        parse=lambda text: None if text == "none" else text,
+        shown="none",
     )
     activations: str = _model(
         "int8",

@@ -83,6 +83,12 @@ def test_forms_have_options_of_their_own(tmp_path: Path) -> None:
             options_of(run, "--json-schema", text)
 
 
+def test_no_quantization() -> None:
+    """Guards --quantize none, which undoes a setting of a file or of the environment."""
+    assert options_of(run, "--quantize", "none")["quantize"] is None
+    assert options_of(run, "--quantize", "int4")["quantize"] == "int4"
+
+
 def test_the_target_of_a_step() -> None:
     """Guards --target-step-ms: milliseconds, auto or none; the default of a chat is auto."""
     assert [options_of(command)["target_step_ms"] for command in (run, chat, bench)] == [None, "auto", None]
