@@ -201,7 +201,11 @@ def change_embeddings(called: dict[str, Any]) -> dict[str, Any]:
     ("method", "change", "problem"),
     [
         ("_process", change_inputs, "its language model takes pixel_values_of_another, too"),
-        ("_call", change_embeddings, "other tokens are replaced than those of its images"),
+        (
+            "_call",
+            change_embeddings,
+            "other tokens are replaced than those of its images, or something is added to them",
+        ),
     ],
 )
 def test_networks_that_are_not_understood(
