@@ -6,7 +6,6 @@ import asyncio
 import queue
 import threading
 import weakref
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from typing import TypeVar
@@ -128,39 +127,24 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._ready = asyncio.Event()
-        self._received: deque[Received | StreamEvent | None] = deque()
-        self._is_waking = False
+        self._received: asyncio.Queue[Received | StreamEvent | None] = asyncio.Queue()
 
     def put(self, received: Received | StreamEvent | None) -> None:
         """Called on any thread. Raises RuntimeError if the loop is closed, which cancels the request.
 
         None only wakes the reader.
         """
-        if self._loop.is_closed():
-            raise RuntimeError("The event loop is closed.")
-        self._received.append(received)
-        if not self._is_waking:
-            self._is_waking = True
-            self._loop.call_soon_threadsafe(self._wake)
+        self._loop.call_soon_threadsafe(self._received.put_nowait, received)
 
     async def get(self, group: RequestGroup) -> Received | StreamEvent | None:
         """Raises EngineError if nothing of these requests can come any more."""
-        while not self._received:
-            self._ready.clear()
+        while True:
             is_over = group.is_over
-            timer = self._loop.call_later(POLL_SECONDS, self._ready.set)  # `wait_for` may swallow a cancellation
-            try:
-                await self._ready.wait()
-            finally:
-                timer.cancel()
-            if is_over and not self._received:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(POLL_SECONDS):
+                    return await self._received.get()
+            if is_over:
                 raise group.error()
-        return self._received.popleft()
-
-    def _wake(self) -> None:
-        self._is_waking = False
-        self._ready.set()
 
 
 class Stream(Iterator[StreamEvent], AbstractContextManager["Stream"]):
