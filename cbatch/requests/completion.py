@@ -296,7 +296,7 @@ class Completion(Mapping[str, Any]):
             fields["extra"] = {
                 name: deepcopy(value) if isinstance(value, list | dict) else value for name, value in self.extra.items()
             }
-        return fields | columns.fields("of_row", [*self._columns, "timings"] if timings else self._columns, self)
+        return fields | columns.of_row(self, ["timings"] if timings else self._columns)
 
     @cached_property
     def _mapping(self) -> dict[str, Any]:
@@ -426,7 +426,7 @@ class Completion(Mapping[str, Any]):
             shown["text"] = choice.text if self.has_text else ""
         if choice.closed:
             shown["closed"] = True
-        return shown | columns.fields("of_output", self._columns, choice)
+        return shown | columns.of_output(choice, self._columns)
 
     def _choice_fields(self, choice: Choice) -> dict[str, Any]:
         if choice.score is not None:
@@ -439,7 +439,7 @@ class Completion(Mapping[str, Any]):
             **({"stop_reason": choice.stop_reason} if choice.stop_reason is not None else {}),
             **({"closed": True} if choice.closed else {}),
             **({"note": choice.note} if choice.note is not None else {}),
-            **columns.fields("of_output", self._columns, choice),
+            **columns.of_output(choice, self._columns),
         }
         return fields | ({"logprobs": {"content": _tokens(choice.logprobs)}} if choice.logprobs is not None else {})
 

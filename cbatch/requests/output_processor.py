@@ -261,7 +261,7 @@ class OutputProcessor:
             timing=timing,
         )
         completion.continued_tokens, completion.reused = self._num_known, Usage(0, self._num_known)
-        completion.request_columns = columns.fields("of_request", request.columns, request, self._tokenizer)
+        completion.request_columns = columns.of_request(request, self._tokenizer)
         if request.dropped_tokens:
             completion.request_columns[columns.DROPPED] = request.dropped_tokens
         return completion
