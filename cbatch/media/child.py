@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
-from PIL import ExifTags, Image, ImageOps, ImageSequence, UnidentifiedImageError
+from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
 
 from cbatch.extras import require_package
 
@@ -45,18 +45,6 @@ class PictureServer:
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         with suppress(AttributeError):  # of other systems than glibc, which else keeps what large pictures have left
             ctypes.CDLL(None).mallopt(-3, 2**23)  # M_MMAP_THRESHOLD
-
-    def size(self, data: bytes) -> tuple[int, int]:
-        """Width and height as `decode` gives them, mostly without decoding pixels."""
-        image = self._opened(data)
-        size = image.size
-        if image.format == "TIFF":  # is turned already
-            return size
-        behind = data[data.find(b"IDAT") :] if image.format == "PNG" else b""
-        # Pillow decodes any PNG to see whether metadata follow behind its pixels.
-        is_last = image.format == "PNG" and not any(kind in behind for kind in (b"eXIf", b"tEXt", b"zTXt", b"iTXt"))
-        exif = Image.Image.getexif(image) if is_last else image.getexif()
-        return size[::-1] if exif.get(ExifTags.Base.Orientation) in (5, 6, 7, 8) else size
 
     def decode(self, data: bytes, path: str) -> tuple[int, int]:
         """Writes the pixels to a file, of each row and in it of each pixel red, green and blue, and gives its size."""

@@ -58,13 +58,13 @@ def read_attachment(path: Path) -> Attachment:
     """A picture, a video or a text. Raises UserError or RequestError if it is none, and ConfigError without Pillow."""
     if not _is_picture(str(path)):
         return Attachment(str(path), read_text(path))
-    from cbatch.media.decoding import size_of
+    from cbatch.media.decoding import decode
 
     picture, name = Picture(path.resolve(), str(path)), os.path.abspath(path)  # noqa: PTH100  (a link keeps its name)
     size, video = format_bytes(path.stat().st_size), Video(picture.source, picture.name)
     if _VIDEO.match(picture.read()):
         return Attachment(name, f"video, {size}", digest=video.digest(), kind=video.kind)
-    digest, (width, height) = picture.digest(), size_of(picture)
+    digest, (height, width, _) = picture.digest(), decode(picture).shape
     return Attachment(name, f"{width:,} × {height:,}, {size}", digest=digest)
 
 
