@@ -37,7 +37,6 @@ VACUUM_SHARE = 1.25
 DATABASE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 """Errors of a damaged database: the message of one may hold bytes of it that are no UTF-8."""
 
-_DELETE = "DELETE FROM answers WHERE key = ?"
 _TABLES = """
 CREATE TABLE IF NOT EXISTS answers (
     key BLOB PRIMARY KEY, used INTEGER NOT NULL, checksum BLOB NOT NULL, data BLOB NOT NULL
@@ -106,7 +105,7 @@ class AnswerCache:
             if isinstance(data, bytes) and checksum == _checksum(key, data):
                 self._used.add(key)
                 return data
-            database.execute(_DELETE, (key,))
+            database.execute("DELETE FROM answers WHERE key = ?", (key,))
         return None
 
     def put(self, answers: Mapping[bytes, bytes]) -> None:
@@ -124,11 +123,6 @@ class AnswerCache:
                 self._make_room(database)
             if _pages(database)[0] > self._max_bytes * VACUUM_SHARE:  # the size was set to less than it was
                 database.executescript("PRAGMA incremental_vacuum")  # which `execute` would do in part
-
-    def remove(self, key: bytes) -> None:
-        with self._guarded() as database:
-            if database is not None:
-                database.execute(_DELETE, (key,))
 
     @contextmanager
     def _guarded(self) -> Iterator[sqlite3.Connection | None]:

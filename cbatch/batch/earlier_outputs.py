@@ -37,20 +37,16 @@ class CachedOutputs:
 
     def replay(self, outputs: OutputProcessor) -> bool:
         """Gives a request the outputs that it had the last time; returns whether there were any."""
-        key = self._key(outputs.request)
-        if (data := self._cache.get(key)) is None:
+        if (data := self._cache.get(self._key(outputs.request))) is None:
             return False
         try:
             events = list(events_of(data))
             is_whole = {event.sample_index for event in events} == set(range(outputs.request.num_outputs))
         except (ValueError, KeyError, TypeError):
             is_whole = False
-        if not is_whole:
-            self._cache.remove(key)
-            return False
-        for event in events:
+        for event in events if is_whole else ():  # else it is computed, and replaced
             outputs.take(event)
-        return True
+        return is_whole
 
     def keep(self, computed: list[OutputProcessor]) -> None:
         """Keeps the outputs of requests that have ended."""

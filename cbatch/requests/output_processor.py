@@ -231,7 +231,7 @@ class OutputProcessor:
                 embeddings = [pooling.embedding(output.pooled, size) for output in self.outputs]
             except BaseException as raised:
                 self.fail(_text_error(raised))
-        of_output = self._classified if request.labels else self._scored if request.tails else self._choices
+        of_output = self._classified if request.labels else self._scored if request.tails else self._generated
         wanted = len(self.outputs) if embeddings is None else 0
         for number in range(wanted if self._error is None else 0):
             try:
@@ -290,16 +290,13 @@ class OutputProcessor:
             return then
         return self._tokenizer.decode(then) if then is not None and self._tokenizer is not None else ""
 
-    def _choices(self, number: int) -> Iterator[Choice]:
-        yield self._choice(number)
-
-    def _choice(self, number: int) -> Choice:
+    def _generated(self, number: int) -> Iterator[Choice]:
         request, output = self.request, self.outputs[number]
         texts, ending = "".join(output.texts), output.finish_reason or "error"
         _, whole, end = self._new_parts().take(output.token_ids, texts, ending)
         calls = end.calls[: request.max_calls]
         has_calls = bool(calls) and output.finish_reason == "stop"
-        return Choice(
+        yield Choice(
             index=number,
             text=whole.text,
             reasoning=whole.reasoning or None,
