@@ -81,10 +81,10 @@ def _read(settings: Settings) -> Reader:
 def _matrices(
     sizes: Collection[int], blocks: Collection[tuple[int, int]], rounded: Collection[str], headers: Headers
 ) -> Matrices:
+    """sizes: numbers of a row that may share a scale; blocks: rows and columns that may"""
     for name in (f"{module}.weight" for module in rounded):
         rows, depth = headers.shape(name, FLOATS, 2)
         yield name, RoundedNumbers(headers.tensors, name, rows, depth, "")
-    """sizes: numbers of a row that may share a scale; blocks: rows and columns that may"""
     packed = list(headers.modules(".weight_packed"))
     for module in packed:
         name = f"{module}.weight"
@@ -130,12 +130,8 @@ def _integers(
     group = shapes.get(found, depth)
     groups = -(-depth // group)
     if zero in headers.tensors:
-        packed = -(-rows * bits // 32)
-        headers.check(zero, ("I8", "I32"), found, (packed, groups))
-        if headers.tensors.header(zero).type == "I32":
-            headers.check(zero, ("I32",), (packed, groups))
-        else:
-            headers.check(zero, ("I8",), found)
+        is_packed = headers.tensors.header(zero).type == "I32"
+        headers.check(zero, ("I8", "I32"), (-(-rows * bits // 32), groups) if is_packed else found)
     order = headers.order(place, depth, group, groups)
     return CompressedMatrix(headers.tensors, name, rows, depth, scale, bits=bits, group=group, order=order, zero=zero)
 
