@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -38,20 +39,12 @@ def resolved(program: Program, tensors: Mapping[str, Tensor]) -> Mapping[str, Te
     return tensors
 
 
-class _ReadLater(Mapping[str, Tensor]):
+class _ReadLater(UserDict[str, Any]):
     """Tensors by other names than those of the files, each of which is read when it is asked for."""
 
-    def __init__(self, readers: Mapping[str, Callable[[], Tensor]]) -> None:
-        self._readers = readers
-
     def __getitem__(self, name: str) -> Tensor:
-        return self._readers[name]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._readers)
-
-    def __len__(self) -> int:
-        return len(self._readers)
+        made: Tensor = self.data[name]()
+        return made
 
 
 def _unstacked(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Tensor]:
