@@ -105,7 +105,7 @@ class PictureServer:
                 yield frame
 
     def _animation(self, data: bytes) -> Image.Image | None:
-        """What Pillow opens; None for files that PyAV does."""
+        """The file as Pillow opens it; None for files that PyAV does."""
         return self._opened(data) if not data or _ANIMATION.match(data) else None
 
     def _opened(self, data: bytes) -> Image.Image:
@@ -122,7 +122,7 @@ class PictureServer:
 
 @contextmanager
 def _opened_video(data: bytes) -> Iterator[Any]:
-    """What PyAV opens. Raises ValueError for what it cannot, or cannot read inside, and ConfigError without PyAV."""
+    """The file as PyAV opens it. Raises ValueError for one that it cannot read, and ConfigError without PyAV."""
     require_package("av")
     import av  # type: ignore[import-not-found, unused-ignore]
 

@@ -50,7 +50,7 @@ ENVELOPE_FIELDS = ("custom_id", "method", "url", "body")
 """Fields of a request line of the OpenAI Batch API."""
 
 _MEDIA = {"image_url": "image", "image": "image", "input_image": "image", "video_url": "video", "video": "video"}
-"""What content parts of these kinds are, of OpenAI's APIs, of vLLM and of transformers."""
+"""The media that content parts of these kinds are, of OpenAI's APIs, of vLLM and of transformers."""
 
 _ROLES_WITH_IMAGES = ("user", "tool", "system", "developer")
 

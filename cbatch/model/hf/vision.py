@@ -116,8 +116,8 @@ class Vision:
 
     @cached_property
     def context(self) -> tuple[ImageTexts, ProcessedImage]:
-        """What the processor makes of prompts around images; and of a blank image beside another one, without a text if
-        that is the same as alone.
+        """The processor's texts around images; and a blank image beside another one, without a text if that is the same
+        as alone.
 
         Raises RequestError if the text of an image depends on what stands around it.
         """
@@ -296,7 +296,7 @@ class Vision:
 
     @cached_property
     def _program(self) -> Program | None:
-        """What computes the language model, if it is not transformers."""
+        """The program that computes the language model, if transformers does not."""
         with suppress(UnsupportedConfig):
             return read_program(read_model_config(model_folder(self._source, self._revision, ["config.json"])))
         return None
