@@ -399,7 +399,9 @@ def processor_class(kind: str, name: str = "") -> Any:
     def init(self: Any, *arguments: Any, **options: Any) -> None:
         given = {**dict(zip(names, arguments, strict=False)), **options, "video_processor": None}
         mixin.__init__(self, **{name: one for name, one in given.items() if name != "video_processor"})
-        self.video_processor = self.image_processor  # some ask it for settings
+
+    def stand_in(self: Any, name: str) -> Any:  # for a processor of videos, which some ask for settings
+        return self.image_processor if name == "video_processor" else object.__getattribute__(self, name)
 
     def loaded(cls: Any, *arguments: Any, **options: Any) -> list[Any]:
         parts = list(found._get_arguments_from_pretrained.__func__(cls, *arguments, **options))
@@ -407,7 +409,7 @@ def processor_class(kind: str, name: str = "") -> Any:
             parts.insert(names.index("video_processor"), None)
         return parts
 
-    base = type("WithoutVideos", (mixin,), {"__init__": init})  # `init` of `found` calls that of `base`
+    base = type("WithoutVideos", (mixin,), {"__init__": init, "__getattr__": stand_in})  # whose `init` `found` calls
     own = {"get_attributes": classmethod(lambda cls: others), "_get_arguments_from_pretrained": classmethod(loaded)}
     return type(found.__name__, (found, base), own)
 
