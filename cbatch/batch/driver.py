@@ -133,8 +133,9 @@ class RowStream(ABC):
     """Takes the lines of an input, and gives their rows as they finish.
 
     A thread of its own, the reader, takes the lines; others compute the rows. All of them put messages into the inbox
-    of the consumer, which iterates over `finished`. A window bounds the rows between reader and consumer.
+    of the consumer, which iterates over `finished`.
 
+    window:        bounds the rows between reader and consumer
     signum:        of the signal that has interrupted it
     started_at:    when the first row was taken, in seconds of `time.monotonic`; `interrupted_at`: when that came
     output_tokens: tokens generated so far
@@ -147,7 +148,7 @@ class RowStream(ABC):
 
     def __init__(self, rows: int, size: int) -> None:
         """Most rows, and bytes of memory of them, that are read and not yet released."""
-        self._window = Window(rows, size)
+        self.window = Window(rows, size)
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._cancelled: set[int] = set()
         """Indices of lines to leave out, in addition to those that are kept."""
@@ -164,7 +165,7 @@ class RowStream(ABC):
 
         kept: indices of lines to leave out
 
-        The consumer releases the rows it is done with. Leaving the iteration cancels what is in flight.
+        The consumer releases in `window` the rows it is done with. Leaving the iteration cancels what is in flight.
 
         Raises, after all rows that were finished: EngineError if the last row cannot be computed any more, and what
         the source raises.
@@ -196,10 +197,6 @@ class RowStream(ABC):
         if end is None or num_given < end.rows:
             raise self._failure()
 
-    def release(self, positions: Iterable[int]) -> None:
-        """Makes room in the window for as many rows as there are positions."""
-        self._window.release(positions)
-
     def interrupt(self, signum: int) -> None:
         """Ends `finished` once it has given the rows that are finished by now. May be called in a signal handler."""
         self.signum, self.interrupted_at = signum, time.monotonic()
@@ -208,11 +205,6 @@ class RowStream(ABC):
     def ahead(self) -> WorkAhead | None:
         """The work that is left of the rows that were read; None if that is not known."""
         return None
-
-    @property
-    def waited_for_consumer_s(self) -> float:
-        """Seconds in which the reader waited for room in the window."""
-        return self._window.waited_s
 
     # What computes the rows. The consumer calls these:
 
@@ -260,12 +252,12 @@ class RowStream(ABC):
             for line in source:
                 if line.index in kept or line.index in self._cancelled:
                     continue
-                if not self._window.acquire(position, self._room(line)) or self._is_over:
+                if not self.window.acquire(position, self._room(line)) or self._is_over:
                     break
                 row = Row(position, line.index)
                 row.line, row.taken_at = line, time.monotonic()
                 self.started_at = self.started_at or row.taken_at
-                self._window.settle(position, self._start(row))
+                self.window.settle(position, self._start(row))
                 position += 1
         except BaseException as raised:  # the consumer ends with it, also with the SystemExit of a source
             error = raised

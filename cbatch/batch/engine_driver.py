@@ -214,7 +214,7 @@ class EngineStream(RowStream):
                 ended.append(row.request)
             if how == "cancelled":
                 self._end_row(row)
-                self._window.release([row.position])
+                self.window.release([row.position])
                 continue
             if how in ("computed", "lost"):
                 for output in row.outputs.outputs:
@@ -274,7 +274,7 @@ class EngineStream(RowStream):
         """Other front ends have the engine from now on."""
         self._is_over = True
         self._feed.close()
-        self._window.close()
+        self.window.close()
         for part in (self._rounds, self._token_journal, self._cache):
             if part is not None:
                 part.close()

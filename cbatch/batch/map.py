@@ -127,7 +127,7 @@ def _results(
                         kept_row = next(kept, None)
                     elif (row := held.pop(index, None)) is not None and row.completion is not None:
                         result = row.completion
-                        stream.release([row.position])
+                        stream.window.release([row.position])
                     else:
                         break
                     num_given += 1

@@ -392,7 +392,7 @@ def run_stream(
     with closing(_finished(stream, output, checked_lines(lines), kept)) as finished:
         for rows in finished:
             rows = list(filter(is_within_limits, rows))
-            stream.release(output.write(rows))
+            stream.window.release(output.write(rows))
             on_rows(rows)
             for kind, most, option in (("error", max_errors, "errors"), ("truncated row", max_truncated, "truncated")):
                 if most is not None and (left[kind] or 0) <= 0:

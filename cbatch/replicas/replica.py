@@ -208,7 +208,7 @@ class _Batch:
                 except EngineError as error:
                     self.failure = str(error)
                     return
-                self.stream.release([row.position for row in rows])
+                self.stream.window.release([row.position for row in rows])
                 self._ready.extend(rows)
                 if rows or time.monotonic() >= deadline:
                     return

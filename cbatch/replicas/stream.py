@@ -95,7 +95,7 @@ class ReplicaStream(RowStream, Job):
 
     def _end(self) -> None:
         """Stops the reader, and lets the replicas cancel what is unfinished."""
-        self._window.close()
+        self.window.close()
         self._is_stopped.set()
         self._callers.shutdown(wait=False, cancel_futures=True)
         with self._shared.changed:

@@ -98,7 +98,7 @@ def run_rows(driver: BatchDriver, lines: Sequence[Line], on_rows: Callable[[int,
     stream = driver.open(RowOptions())
     indices = set()
     for rows in stream.finished(iter(lines)):
-        stream.release([row.position for row in rows])
+        stream.window.release([row.position for row in rows])
         for row in rows:
             assert row.outcome.error_code is None, row.data
             indices.add(row.index)

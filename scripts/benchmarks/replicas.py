@@ -148,7 +148,7 @@ def measure_tail(rates: Sequence[int], seconds: float, *, copies: bool) -> float
     with paced_replicas(rates) as driver, nullcontext() if copies else take_none:
         stream = driver.open(RowOptions())
         for rows in stream.finished(lines):
-            stream.release([row.position for row in rows])
+            stream.window.release([row.position for row in rows])
             times += [time.perf_counter()] * len(rows)
     assert len(times) == count, "rows were lost or doubled"
     return times[-1] - times[int(0.95 * count)]

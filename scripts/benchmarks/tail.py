@@ -100,7 +100,7 @@ def measure(lines: list[Line], slots: int, window: int | None, *, reorders: bool
             for some in finished:
                 done += len(some)
                 assert all(row.outcome.error_code is None for row in some), some
-                rows.release([row.position for row in some])
+                rows.window.release([row.position for row in some])
     assert done == len(lines), "rows were lost"
     last = busy[-max(len(busy) // 10, 1) :]
     return Run(len(busy), 1 - fmean(busy) / slots, 1 - fmean(last) / slots)

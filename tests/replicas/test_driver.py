@@ -52,7 +52,7 @@ def taken(stream: ReplicaStream, source: Iterable[Line]) -> Iterator[list[Row]]:
     deadline = time.monotonic() + 20
     with closing(stream.finished(source)) as finished:
         for rows in finished:
-            stream.release([row.position for row in rows])
+            stream.window.release([row.position for row in rows])
             yield rows
             assert time.monotonic() < deadline, "the rows do not come"
 

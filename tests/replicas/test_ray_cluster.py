@@ -160,7 +160,7 @@ def test_rows_outlive_the_node_that_ran_them(cluster: Any, caplog: pytest.LogCap
         stream = driver.open(RowOptions())
         for rows in stream.finished(iter(lines)):
             found += rows
-            stream.release([row.position for row in rows])
+            stream.window.release([row.position for row in rows])
             if len(found) >= 8 and len(cluster.worker_nodes) > 0:
                 cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
         wait_until(lambda: sum(status.deaths for status in driver.each()) == 1, 30)

@@ -222,7 +222,7 @@ def test_replicas_give_the_bytes_of_one_engine(engine: Engine) -> None:
             replicas = driver.open(options)
             for rows in replicas.finished(given):
                 found += rows
-                replicas.release([row.position for row in rows])
+                replicas.window.release([row.position for row in rows])
             assert len(found) == len(given) and {row.index: row.data for row in found} == wanted
         assert sum(one.deaths for one in driver.each()) == 2
         assert list(driver.keyed(options, given)) == list(EngineDriver(engine.thread).keyed(options, given))

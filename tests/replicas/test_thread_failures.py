@@ -67,7 +67,7 @@ def test_a_batch_ends_whatever_fails(owner: type, name: str, always: bool, monke
             stream = driver.open(RowOptions(RequestDefaults()))
             with closing(stream.finished(source)) as finished:
                 for rows in finished:
-                    stream.release([row.position for row in rows])
+                    stream.window.release([row.position for row in rows])
                     found.extend(rows)
 
     error = in_time(work)

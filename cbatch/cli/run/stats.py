@@ -229,7 +229,7 @@ class RunStats:
         cached = f" ({self.sum.cached_tokens:,} cached)" if self.sum.cached_tokens else ""
         if self.prompts.cut:
             cached += f", {self.prompts.dropped_tokens:,} dropped from {format_count(self.prompts.cut, 'prompt')}"
-        waited_s = self._stream.waited_for_consumer_s if self._stream is not None else 0.0
+        waited_s = self._stream.window.waited_s if self._stream is not None else 0.0
         retried = f", {engines.num_retries:,} retried ({engines.last_error})" if engines.num_retries else ""
         kind, rate = "output", self.output_tokens_per_s
         if not self.output_tokens:  # of score rows

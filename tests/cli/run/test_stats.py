@@ -20,7 +20,9 @@ from cbatch.cli.run.stats import RunProgress, RunStats, bottleneck, since, work_
 from cbatch.engine.stats import EngineStats, total_stats
 from cbatch.requests.completion import Choice, Completion, Timing, Usage
 
-STREAM: Any = SimpleNamespace(output_tokens=0, started_at=None, interrupted_at=None, waited_for_consumer_s=0.0)
+STREAM: Any = SimpleNamespace(
+    output_tokens=0, started_at=None, interrupted_at=None, window=SimpleNamespace(waited_s=0.0)
+)
 
 
 def result(tokens: int, first: float = 1.0, last: float = 2.0, error: RequestError | None = None) -> Row:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cbatch.batch.driver import RowStream
+from cbatch.batch.driver import Window
 from cbatch.batch.journal import Journal
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.writer import FileWriter
@@ -26,7 +26,7 @@ PLACES: list[tuple[type, str, int]] = [
     (FileWriter, "_complete", 1),
     (Journal, "row", 5),
     (RunStats, "count", 3),
-    (RowStream, "release", 3),
+    (Window, "release", 3),
     (LineProcessor, "process", 10),
     (SteppingEngine, "step", 6),
 ]
