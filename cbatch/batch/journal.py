@@ -232,15 +232,6 @@ def _is_torn(line: bytes) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRow:
-    """A row of output as the file has it.  fields: its JSON"""
-
-    index: int
-    key: str
-    fields: dict[str, Any]
-
-
 class StoredRows(ExitStack):
     """The rows of a file of JSON Lines; the last one of each index counts.
 
@@ -264,8 +255,8 @@ class StoredRows(ExitStack):
         self.journal.fd = self._file.fileno()
         return ((self.journal.indices[number], self.journal.row(number)) for number in self._numbers)
 
-    def read(self, places: Iterable[int]) -> Iterator[StoredRow]:
-        """Yields some of the rows in the order of the file.
+    def read(self, places: Iterable[int]) -> Iterator[dict[str, Any]]:
+        """Yields some of the rows, as JSON, in the order of the file.
 
         places: of the rows among those that count, in the order of their indices
         """
@@ -273,7 +264,7 @@ class StoredRows(ExitStack):
         self._file.seek(0)
         for number, line in enumerate(self._file):
             if number in wanted:
-                yield StoredRow(self.journal.indices[number], self.journal.key(number), json.loads(line))
+                yield json.loads(line)
                 wanted.remove(number)
                 if not wanted:
                     return

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from cbatch.base.units import format_count, word_for
-from cbatch.batch.journal import CHECK, StoredRow
+from cbatch.batch.journal import CHECK
 from cbatch.requests.columns import OF_THE_MOMENT
 
 IGNORED = {*OF_THE_MOMENT, CHECK}
@@ -132,11 +132,12 @@ LEFT_OUT: Mapping[LeftOut, str] = {
 class VerifiedRow:
     """A row of the file that was run again.
 
+    stored:      what the file has
     differences: from the row of the file, by the company in which it was run; None if there is none
     made:        digests of what was made
     """
 
-    stored: StoredRow
+    stored: Mapping[str, Any]
     differences: dict[str, Difference | None] = field(default_factory=dict)
     made: dict[str, bytes] = field(default_factory=dict)
 
@@ -166,12 +167,12 @@ class Report:
     rows: dict[int, VerifiedRow] = field(default_factory=dict)
     left_out: Counter[LeftOut] = field(default_factory=Counter)
     misfits: Counter[str] = field(default_factory=Counter)
-    first_misfit: dict[str, StoredRow] = field(default_factory=dict)
+    first_misfit: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
-    def compare(self, company: str, stored: StoredRow, made: Mapping[str, Any]) -> None:
+    def compare(self, company: str, stored: Mapping[str, Any], made: Mapping[str, Any]) -> None:
         """Takes a row that was made again, in some company."""
-        row = self.rows.setdefault(stored.index, VerifiedRow(stored))
-        row.differences[company] = first_difference(stored.fields, made)
+        row = self.rows.setdefault(stored["index"], VerifiedRow(stored))
+        row.differences[company] = first_difference(stored, made)
         content = json.dumps(content_of(made), sort_keys=True).encode()
         row.made[company] = hashlib.blake2b(content, digest_size=16).digest()
 
@@ -202,12 +203,12 @@ class Report:
                 {"line": number + 1, "reason": reason} for number, reason in islice(self.damaged.items(), MAX_SHOWN)
             ],
             "first_differences": [
-                {"index": row.stored.index, "id": id_of(row.stored)}
+                {"index": row.stored["index"], "id": id_of(row.stored)}
                 | {company: one and one._asdict() for company, one in row.differences.items()}
                 for row in different[:MAX_SHOWN]
             ],
             "first_other_options": [
-                {"index": row.index, "id": id_of(row), "rows": self.misfits[reason], "made_with": reason}
+                {"index": row["index"], "id": id_of(row), "rows": self.misfits[reason], "made_with": reason}
                 for reason, row in self.first_misfit.items()
             ],
         }
@@ -252,9 +253,9 @@ class Report:
             parts.append(f"{others:,} {word_for(others, 'is', 'are')} the same in any company, and not as in the file")
         return f"{done}: {'; '.join(parts)}"
 
-    def _where(self, row: StoredRow) -> str:
-        name = id_of(row)
-        return f"{self.unit} {row.index + 1}" + ("" if name is None else f" ({json.dumps(name, ensure_ascii=False)})")
+    def _where(self, row: Mapping[str, Any]) -> str:
+        where, name = f"{self.unit} {row['index'] + 1}", id_of(row)
+        return where if name is None else f"{where} ({json.dumps(name, ensure_ascii=False)})"
 
 
 def damage_sentences(damaged: Mapping[int, str], name: str) -> Iterator[str]:
@@ -265,7 +266,7 @@ def damage_sentences(damaged: Mapping[int, str], name: str) -> Iterator[str]:
         yield f"{format_count(more, 'more line')} {word_for(more, 'is', 'are')} damaged"
 
 
-def id_of(row: StoredRow) -> str | int | float | None:
+def id_of(row: Mapping[str, Any]) -> str | int | float | None:
     """The name that the user has given to a row."""
-    name: str | int | float | None = row.fields.get("custom_id" if "custom_id" in row.fields else "id")
+    name: str | int | float | None = row.get("custom_id" if "custom_id" in row else "id")
     return name

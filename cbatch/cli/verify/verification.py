@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
+from typing import Any
 
 from cbatch.base.errors import ConfigError
 from cbatch.batch.driver import BatchDriver
 from cbatch.batch.forms import resolved, unit_of
-from cbatch.batch.journal import StoredRow, StoredRows
+from cbatch.batch.journal import StoredRows
 from cbatch.batch.lines import Line, RowOptions, checked_lines
 from cbatch.batch.origin import origin_of
 from cbatch.batch.row import Row
@@ -59,7 +60,7 @@ def verify_rows(driver: BatchDriver, options: VerifyOptions, source: RowInput, s
     return report
 
 
-def _sampled(options: VerifyOptions, stored: StoredRows) -> tuple[dict[int, StoredRow], Report]:
+def _sampled(options: VerifyOptions, stored: StoredRows) -> tuple[dict[int, dict[str, Any]], Report]:
     damaged = stored.journal.damaged
     if not len(stored) and not damaged:
         raise ConfigError(f"{options.run.output} has no rows.")
@@ -68,12 +69,12 @@ def _sampled(options: VerifyOptions, stored: StoredRows) -> tuple[dict[int, Stor
     report = Report(unit, len(stored), len(places), name=name, damaged=damaged)
     rows = {}
     for row in stored.read(places):
-        if "tool_messages" in row.fields:  # what a tool or a command answers may change
+        if "tool_messages" in row:  # what a tool or a command answers may change
             report.left_out["tools"] += 1
-        elif "validation" in row.fields:
+        elif "validation" in row:
             report.left_out["validated"] += 1
         else:
-            rows[row.index] = row
+            rows[row["index"]] = row
     return rows, report
 
 
@@ -81,7 +82,7 @@ def _fitting(
     driver: BatchDriver,
     options: RowOptions,
     lines: list[Line],
-    rows: dict[int, StoredRow],
+    rows: Mapping[int, Mapping[str, Any]],
     report: Report,
     explain: Callable[[str, str], str],
 ) -> list[Line]:
@@ -89,10 +90,10 @@ def _fitting(
     fitting = []
     for line, key in driver.keyed(options, lines):
         row = rows[line.index]
-        if key == row.key:
+        if key == row["key"]:
             fitting.append(line)
         else:
-            reason = explain(key, row.key)
+            reason = explain(key, row["key"])
             report.misfits[reason] += 1
             report.first_misfit.setdefault(reason, row)
     return fitting
