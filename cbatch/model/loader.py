@@ -257,7 +257,7 @@ def _load_gguf(plan: LoadPlan) -> LoadedModel:
         tokenizer=tokenizer,
         defaults=SamplingParams(),
         eos_ids=end_ids(model.vocab_size, checkpoint.config, tokenizer=tokenizer),
-        sampling=_gguf_sampling(checkpoint.sampling, source),
+        sampling=_sampling_in(checkpoint.sampling, source, temperature="temp", repetition_penalty="penalty_repeat"),
         not_applied=tuple(key for key in GGUF_NOT_APPLIED if checkpoint.sampling.get(key)),
         fingerprint=checkpoint.fingerprint if isinstance(vision, str) else fingerprint_of(checkpoint.file, vision.file),
         fast_model=model,
@@ -278,10 +278,12 @@ def _checked_settings(plan: LoadPlan) -> tuple[Path, dict[str, Any], dict[str, A
     except OSError as error:
         raise ModelError(f"Cannot load {plan.source}: {first_sentence(error)}") from error
     config, settings = read_model_config(folder), read_generation_config(folder)
-    try:
-        return folder, config, settings, _sampling_defaults(settings)
-    except RequestError as error:
-        raise ModelError(f"The generation_config.json of {plan.source} is wrong: {error}") from error
+    temperature = settings.get("temperature", 1.0) if settings.get("do_sample") else None
+    chosen = _sampling_in(
+        {**settings, "temperature": temperature}, f"the generation_config.json of {plan.source}",
+        min_tokens="min_new_tokens", stop="stop_strings", max_tokens="max_new_tokens",
+    )  # fmt: skip
+    return folder, config, settings, SamplingParams().merged(chosen)
 
 
 def _or_say(make_network: Callable[[], Any], reason: str) -> Any:
@@ -316,21 +318,15 @@ def check_folder(source: str) -> None:
         raise ModelNotFound(f"There is no model folder {source}.")
 
 
-def _sampling_defaults(settings: dict[str, Any]) -> SamplingParams:
-    """Only keys that stand in the file count; transformers' own defaults (top_k 50) do not."""
-    names = {key: key for key in ("top_k", "top_p", "min_p", "repetition_penalty")}
-    names |= {"min_new_tokens": "min_tokens", "stop_strings": "stop", "max_new_tokens": "max_tokens"}
-    chosen = {ours: settings[theirs] for theirs, ours in names.items() if settings.get(theirs) is not None}
-    if settings.get("do_sample"):
-        chosen["temperature"] = settings.get("temperature", 1.0)
-    return SamplingParams().merged(chosen)
+def _sampling_in(settings: Mapping[str, Any], source: str, **renamed: str) -> dict[str, Any]:
+    """The sampling parameters that settings of a model mean. Raises ModelError for values that cannot be.
 
+    Only keys that stand in the file count; transformers' own defaults (top_k 50) do not.
 
-def _gguf_sampling(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The parameters that a GGUF file's settings mean. Raises ModelError for values that cannot be."""
-    names = {key: key for key in ("top_k", "top_p", "min_p")}
-    names |= {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
-    chosen = {ours: settings[theirs] for theirs, ours in names.items() if theirs in settings}
+    renamed: the keys of parameters that have another name there
+    """
+    names = {key: key for key in ("top_k", "top_p", "min_p", "temperature", "repetition_penalty")} | renamed
+    chosen = {ours: settings[theirs] for ours, theirs in names.items() if settings.get(theirs) is not None}
     try:
         SamplingParams().merged(chosen)
     except RequestError as error:
