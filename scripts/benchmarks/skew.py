@@ -15,6 +15,7 @@ from cbatch import Engine, EngineConfig
 from cbatch.cli.bench.gain import gain_of
 from cbatch.cli.bench.strategies import STRATEGIES, Experiment, turns
 from cbatch.cli.bench.workload import LengthDistribution, Workload, synthetic_workload
+from scripts.benchmarks.expected_gain import expected_gain
 from scripts.benchmarks.harness import Report, at_least_one
 
 
@@ -34,7 +35,10 @@ def measure(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]
         times = {f"{name}_s": runs[name].elapsed_s for name in ("static", "continuous")}
         rounds[skew].append(times | {"gain": gain_of(runs["static"], runs["continuous"], experiments[skew].work)})
     works = [experiment.work for experiment in experiments.values()]
-    return list(map(point_of, options.skews, works, rounds.values()))
+    points = map(point_of, options.skews, works, rounds.values())
+    return [
+        point | {"expected": expected_gain(work, options.batch_size)} for point, work in zip(points, works, strict=True)
+    ]
 
 
 def skewed_work(options: argparse.Namespace, engine: Engine, skew: float) -> Workload:
@@ -75,7 +79,7 @@ def run(options: argparse.Namespace, report: Report) -> int:
             f"{point['gain']['measured']:.2f}",
             f"{min(point['gain_of_rounds']):.2f} – {max(point['gain_of_rounds']):.2f}",
             *(f"{point['gain'][name]:.2f}" for name in factors),
-            *(f"{value:.2f}" for value in point["gain"]["expected"].values()),
+            *(f"{value:.2f}" for value in point["expected"].values()),
         ]
         for point in points
     ]

@@ -74,8 +74,8 @@ def _draw_gain(axes: Axes, points: Sequence[Figures]) -> None:
     skews = [point["skew"] for point in points]
     lines = {
         ("measured", "-", MEASURED, 2.0): [point["gain"]["measured"] for point in points],
-        ("by steps", "--", style.MUTED, 1.2): [point["gain"]["expected"]["by_steps"] for point in points],
-        ("by tokens", ":", style.MUTED, 1.2): [point["gain"]["expected"]["by_tokens"] for point in points],
+        ("by steps", "--", style.MUTED, 1.2): [point["expected"]["by_steps"] for point in points],
+        ("by tokens", ":", style.MUTED, 1.2): [point["expected"]["by_tokens"] for point in points],
     }
     dots = [(point["skew"], one) for point in points for one in point["gain_of_rounds"]]
     axes.plot(*zip(*dots, strict=True), "o", color=MEASURED, markersize=3)
