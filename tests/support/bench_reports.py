@@ -123,8 +123,9 @@ def make_curve() -> list[dict[str, Any]]:
 
     def point(size: float, measured: float) -> dict[str, Any]:
         gain = {"measured": measured, "slots": measured, "padding": 1.1, "tail": 0.9, "step_time": 1.0}
-        gain |= {"expected": {"by_steps": 1.2 * measured, "by_tokens": 1.1 * measured}}
-        return point_of(size, Workload([], [100], ""), [{"static_s": measured, "continuous_s": 1.0, "gain": gain}])
+        rounds = [{"static_s": measured, "continuous_s": 1.0, "gain": gain}]
+        expected = {"by_steps": 1.2 * measured, "by_tokens": 1.1 * measured}
+        return point_of(size, Workload([], [100], ""), rounds) | {"expected": expected}
 
     return [point(0, 1.0), point(1, 3.0)]
 
