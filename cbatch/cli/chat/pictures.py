@@ -39,31 +39,33 @@ def leading_pictures(line: str) -> tuple[list[Path], str]:
     while match := _NAME.match(line):
         name = match[1] or match[2] or re.sub(r"\\(.)", r"\1", match[3] or "")
         name = unquote(name.removeprefix("file://").removeprefix("localhost")) if name.startswith("file://") else name
-        if "/" not in name or not _is_picture(name):  # a word of a message may be a name, too
+        if "/" not in name or not PICTURE.match(_beginning(name)):  # a word of a message may be a name, too
             break
         found.append(as_path(name))
         line = line[match.end() :].lstrip()
     return found, line
 
 
-def _is_picture(name: str) -> bool:
+def _beginning(name: str) -> bytes:
+    """The first bytes of a file, as far as it can be read."""
     with suppress(OSError):
         if is_file(name):
             with as_path(name).open("rb") as file:
-                return PICTURE.match(file.read(64)) is not None
-    return False
+                return file.read(64)
+    return b""
 
 
 def read_attachment(path: Path) -> Attachment:
     """A picture, a video or a text. Raises UserError or RequestError if it is none, and ConfigError without Pillow."""
-    if not _is_picture(str(path)):
+    if not PICTURE.match(begin := _beginning(str(path))):
         return Attachment(str(path), read_text(path))
     from cbatch.media.decoding import decode
 
-    picture, name = Picture(path.resolve(), str(path)), os.path.abspath(path)  # noqa: PTH100  (a link keeps its name)
-    size, video = format_bytes(path.stat().st_size), Video(picture.source, picture.name)
-    if _VIDEO.match(picture.read()):
+    name, size = os.path.abspath(path), format_bytes(path.stat().st_size)  # noqa: PTH100  (a link keeps its name)
+    if _VIDEO.match(begin):
+        video = Video(path.resolve(), str(path))
         return Attachment(name, f"video, {size}", digest=video.digest(), kind=video.kind)
+    picture = Picture(path.resolve(), str(path))
     digest, (height, width, _) = picture.digest(), decode(picture).shape
     return Attachment(name, f"{width:,} × {height:,}, {size}", digest=digest)
 
