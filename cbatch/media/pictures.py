@@ -21,6 +21,9 @@ from urllib.parse import unquote_to_bytes, urlsplit
 from cbatch.base.errors import RequestError, in_short, invalid_row, reason_of
 from cbatch.extras import require_package
 
+Kind = Literal["image", "video"]
+"""As parts of messages and chat templates have them."""
+
 NO_IMAGES = "this model takes no images"
 """The reason why a picture is refused that goes to a model of text."""
 
@@ -45,7 +48,7 @@ class Picture:
     name:   for messages: `image 2 of message 1 (photos/cat.png)`
     """
 
-    kind: ClassVar[Literal["image", "video"]] = "image"
+    kind: ClassVar[Kind] = "image"
     source: Path | bytes = field(repr=False)
     name: str
     _digest: str = field(default="", init=False, repr=False, compare=False)

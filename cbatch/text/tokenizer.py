@@ -163,7 +163,7 @@ class ChatTokenizer:
         tools:    functions that the model may call (see `check_tools`); a template without tools ignores them
         template: the date, further variables, and whether the last message is continued instead
         answer:   the beginning of the assistant's turn, which the model is to continue
-        images:   what stands for the images and videos of messages, which are parts `{"type": "image"}`
+        images:   the texts that stand for the images and videos of messages, which are parts without a text
         context:  see `encode`
 
         Raises RequestError: `template_error` if the template refuses the messages, and `prompt_too_long`.

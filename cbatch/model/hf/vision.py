@@ -24,7 +24,7 @@ from cbatch.base.errors import ModelError, RequestError, first_sentence, invalid
 from cbatch.base.model_files import model_folder, read_json_object
 from cbatch.base.request import ImageTexts
 from cbatch.media.decoding import decode_video
-from cbatch.media.pictures import NO_IMAGES, Video
+from cbatch.media.pictures import NO_IMAGES, Kind, Video
 from cbatch.model.config import UnsupportedConfig, read_model_config
 from cbatch.model.config_classes import levels
 from cbatch.model.families import read_program
@@ -53,7 +53,7 @@ class ProcessedImage(NamedTuple):
     text: str
     num_rows: int
     inputs: dict[str, Tensor]
-    kind: Literal["image", "video"] = "image"
+    kind: Kind = "image"
 
     @property
     def nbytes(self) -> int:
@@ -65,8 +65,8 @@ class Vision:
 
     def __init__(self, source: str, revision: str | None, device: torch.device, dtype: torch.dtype) -> None:
         self._source, self._revision, self._device, self._dtype = source, revision, device, dtype
-        self._lock, self._refused = Lock(), dict[str, str]()
-        self._checked = set[tuple[str, int]]()
+        self._lock, self._refused = Lock(), dict[Kind, str]()
+        self._checked = set[tuple[Kind, int]]()
         """Kinds and numbers of rows of images for which the network's call of its language model was found in order."""
 
     @cached_property
@@ -81,7 +81,7 @@ class Vision:
         silence_libraries()
         return load_processor(self._config.model_type, self._source, self._revision)
 
-    def marker(self, kind: Literal["image", "video"]) -> str:
+    def marker(self, kind: Kind) -> str:
         """The token that a chat template writes for one. Raises RequestError if the model takes none after all."""
         from transformers import AutoVideoProcessor
 
@@ -168,7 +168,7 @@ class Vision:
         metadata = [VideoMetadata(**about)]
         return self._process("video", text, videos=[frames], video_metadata=metadata, do_sample_frames=False)
 
-    def _process(self, kind: Literal["image", "video"], text: str, **given: Any) -> ProcessedImage:
+    def _process(self, kind: Kind, text: str, **given: Any) -> ProcessedImage:
         with self._lock:
             recorder = _Recorder(self._processor.tokenizer)
             self._processor.tokenizer = recorder
@@ -247,7 +247,7 @@ class Vision:
     def _is_placeholder(self, token_ids: Tensor) -> Tensor:
         return torch.isin(token_ids, torch.tensor([*self.placeholders]))
 
-    def _unsupported(self, problem: str, kind: str = "image") -> RequestError:
+    def _unsupported(self, problem: str, kind: Kind = "image") -> RequestError:
         self._refused[kind] = f"{kind}s of models of the type {self._config.model_type} are not supported: {problem}"
         return invalid_row(self._refused[kind])
 
