@@ -83,10 +83,8 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         overlap = pins_memory(self.device) if config.run_ahead is None else config.run_ahead
         super().__init__(scheduler, runner, execution.sampler, step_time, overlap=overlap)
         if isinstance(self.loaded.vision, Vision):
-            alone, most_bytes = (
-                config.deterministic or self.device.type == "cpu",
-                parse_memory(config.media_cache, free=0),
-            )
+            alone = config.deterministic or self.device.type == "cpu"
+            most_bytes = parse_memory(config.media_cache, free=0)
             self._images = Images(self.loaded.vision, self.device, most_bytes, alone=alone)
             scheduler.num_ready = self._images.num_ready
         self._constraint_compiler = ConstraintCompiler(self.tokenizer, model.vocab_size) if self.tokenizer else None

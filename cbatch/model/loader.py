@@ -247,6 +247,9 @@ def _load_gguf(plan: LoadPlan) -> LoadedModel:
     model = checkpoint.load(plan)
     of_images = choose_dtype("auto", model.dtype, plan.device)  # by torch
     vision = vision_beside(mmproj_paths(source, paths[0]), checkpoint, plan.device, of_images)
+    fingerprint = checkpoint.fingerprint
+    if not isinstance(vision, str):
+        fingerprint = fingerprint_of(vision.file, fingerprint)
 
     def make_network() -> Any:
         raise EngineError(f"{source} is a GGUF file, which transformers does not load here.")
@@ -259,7 +262,7 @@ def _load_gguf(plan: LoadPlan) -> LoadedModel:
         eos_ids=end_ids(model.vocab_size, checkpoint.config, tokenizer=tokenizer),
         sampling=_sampling_in(checkpoint.sampling, source, temperature="temp", repetition_penalty="penalty_repeat"),
         not_applied=tuple(key for key in GGUF_NOT_APPLIED if checkpoint.sampling.get(key)),
-        fingerprint=checkpoint.fingerprint if isinstance(vision, str) else fingerprint_of(checkpoint.file, vision.file),
+        fingerprint=fingerprint,
         fast_model=model,
         path="fast",
         stored=checkpoint.description,

@@ -148,14 +148,13 @@ class GgufModel:
         return model
 
 
-def fingerprint_of(*files: GgufFile) -> str:
-    """A hash of headers and of samples of every tensor, 32 hexadecimal digits."""
-    digest = hashlib.blake2b(digest_size=16)
-    for file in files:
-        for header in file.headers:
-            digest.update(hashlib.blake2b(header).digest())
-        for name in sorted(file.tensors):
-            data = file.tensors[name].data.reshape(-1)
-            for start, stop in sample_pieces(len(data)):
-                digest.update(data[start:stop].tobytes())
+def fingerprint_of(file: GgufFile, before: str = "") -> str:
+    """A hash of the headers and of samples of every tensor, behind that of a file `before`: 32 hexadecimal digits."""
+    digest = hashlib.blake2b(before.encode(), digest_size=16)
+    for header in file.headers:
+        digest.update(hashlib.blake2b(header).digest())
+    for name in sorted(file.tensors):
+        data = file.tensors[name].data.reshape(-1)
+        for start, stop in sample_pieces(len(data)):
+            digest.update(data[start:stop].tobytes())
     return digest.hexdigest()
